@@ -1,13 +1,13 @@
 from .show.figures.comparison import plot_comparison as plot_comparison
-from .show.figures.depth import plot_curves as plot_curves
+from .show.figures.curves import plot_curves as plot_curves
 from .show.figures.depth import plot_depth as plot_depth
-from .show.figures.depth import plot_saturation as plot_saturation
-from .show.figures.depth import plot_tails as plot_tails
 from .show.figures.drift import plot_drift as plot_drift
 from .show.figures.drift import plot_keep as plot_keep
 from .show.figures.gradient import plot_gradient as plot_gradient
+from .show.figures.saturation import plot_saturation as plot_saturation
 from .show.figures.scurves import overview as overview
-from .show.figures.scurves import save_figure as save_figure
+from .show.figures.sheet import save_figure as save_figure
+from .show.figures.tails import plot_tails as plot_tails
 from .tools.bench.figure import plot_speed as plot_speed
 from .tools.heal.figure import plot_healing as plot_healing
 from .tools.probe.figure import plot_scurves_by_step as plot_scurves_by_step

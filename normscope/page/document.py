@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import UsageError
@@ -20,9 +19,12 @@ from normscope.fits.nodes import Nodes, batches
 from normscope.fits.targets import fit_targets
 from normscope.inputs.loaded_model import Provenance
 from normscope.norms.sites import short_names
-from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, packed, site_data, site_inputs
+from normscope.page.input_data import inputs_data, site_inputs
+from normscope.page.packing import packed
+from normscope.page.site_data import LINE_POINTS, ROWS, site_data
 from normscope.pairs.captures import Capture
-from normscope.show.figures.style import STYLES, Style, heading
+from normscope.show.figures.sheet import heading
+from normscope.show.figures.style import STYLES, Style
 from normscope.show.tables.glossary import definitions
 from normscope.tools.probe.figure import plot_scurves_by_step, plot_timeline
 from normscope.tools.probe.table import timeline_tables
@@ -150,20 +152,16 @@ def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
 
 def curve_data(curve: Curve) -> dict[str, Any]:
     """Return the data of a curve; ``sampled`` are values of a user's f, which the page has no function for."""
-    own = curve.name not in (*CURVES, FREE)
+    own, end = curve.name not in (*CURVES, FREE), math.asinh(_SAMPLED_UP_TO)
+    points = torch.linspace(-end, end, _SAMPLES, dtype=torch.float64).sinh()
     return {
         "formula": curve.formula,
         "aliases": list(curve.aliases),
         "function": curve.function_name,
         "inverse": curve.amplitude_is_inverse_scale,
         "linear": curve.name == "linear",
-        "sampled": {"values": packed(_values_of(curve), "f4"), "reach": _SAMPLED_UP_TO} if own else None,
+        "sampled": {"values": packed(curve.function(points), "f4"), "reach": _SAMPLED_UP_TO} if own else None,
     }
-
-
-def _values_of(curve: Curve) -> Tensor:
-    end = math.asinh(_SAMPLED_UP_TO)
-    return curve.function(torch.linspace(-end, end, _SAMPLES, dtype=torch.float64).sinh())
 
 
 def style_data(style: Style, curves: Iterable[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.show.tables.table import sink_sentence
+from normscope.show.tables.sinks import sink_sentence
 
 D = 16
 

@@ -159,7 +159,7 @@ class Opened:
         return console, [message["params"]["request"]["url"] for message in asked]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     webdriver = pytest.importorskip("selenium.webdriver")
     chromium, driver = (

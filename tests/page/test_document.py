@@ -1,4 +1,4 @@
-"""What the document holds of captures: their sites in order, who stands beside whom, curves, looks, and warnings."""
+"""The page's document: captures, counterparts, curves, looks and warnings."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from normscope.show.figures.style import STYLES
 NONE = swap_results(None)
 
 
-def test_captures_keep_what_they_were_taken_from(seen, fits):
+def test_captures_are_described(seen, fits):
     [capture] = document([seen], [fits], NONE)["captures"]
     assert capture["about"] == {**seen.about, "dtype": "float32"} and capture["samples"] == seen.n_samples
     assert [site["name"] for site in capture["sites"]] == [site.name for site in seen.sites]

@@ -1,4 +1,4 @@
-"""Records and files of swap-bench as the page takes them, and what is no such thing, in a sentence."""
+"""Records and files of swap-bench for the page, and refusals of others."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ from normscope.page.swap_results import read_swap_results, swap_results
 from normscope.tools.bench.reports import BenchReport, Timing
 
 
-def test_a_file_holds_what_the_records_do(swaps, tmp_path):
+def test_a_file_is_read_as_its_document(swaps, tmp_path):
     file = tmp_path / "swap.json"
     file.write_text(json.dumps(swaps), encoding="utf-8")
     assert read_swap_results(file) == swap_results(swaps)
@@ -23,7 +23,7 @@ def test_a_file_holds_what_the_records_do(swaps, tmp_path):
     assert shown["speed"][0]["rows"][0]["note"] == "<b>" and shown["drift"][0]["about"]["weights"].startswith("random")
 
 
-def test_records_are_taken_as_they_come():
+def test_records_become_documents():
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(0))]
     seen = normscope.capture(model, batches)
@@ -50,7 +50,7 @@ def test_records_are_taken_as_they_come():
         (["speed", 0, "device"], None, "speed is malformed: Expected `str`, got `null` - at `$.device`"),
     ],
 )
-def test_what_is_wrong_is_named(swaps, path, value, words):
+def test_malformed_entries_are_named(swaps, path, value, words):
     document = copy.deepcopy(swaps)
     *way, last = path
     place = document

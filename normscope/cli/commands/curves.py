@@ -16,7 +16,7 @@ from normscope.cli.output import Output
 def curves(*, func: options.Func = "all", plot: options.Plot = None, look: Look, out: Output) -> None:
     """List the built-in curves and their formulas; draw them."""
     from normscope.curves.expressions import curves_named
-    from normscope.show.tables.table import curves_table
+    from normscope.show.tables.catalogs import curves_table
 
     files = FigureFiles(plot, look, ["curves"], [""], option="--plot") if plot else None
     chosen = curves_named(func)

@@ -91,7 +91,7 @@ def fit(
             out.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
         if files:
-            from normscope.show.figures.style import heading  # matplotlib takes a while
+            from normscope.show.figures.sheet import heading  # matplotlib takes a while
 
             figure = normscope.figures.plot_depth(capture, fits, **look.figure_options)
             files.save(figure, heading(capture.about), "depth", capture, out)

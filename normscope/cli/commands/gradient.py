@@ -9,7 +9,7 @@ from normscope.cli import options
 from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
-from normscope.show.tables.card import gradient_tables
+from normscope.show.tables.gradient import gradient_tables
 
 
 @options.with_groups(
@@ -31,7 +31,7 @@ def gradient(
 ) -> None:
     """Compare each norm's Jacobian with the curves' derivatives, and test the assumptions of DyT and DyISRU."""
     from normscope.fits.fit import check_fit
-    from normscope.show.figures.style import heading
+    from normscope.show.figures.sheet import heading
 
     check_fit(func)
     names = sources(models, run, by, out)

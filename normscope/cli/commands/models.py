@@ -7,7 +7,7 @@ from dataclasses import asdict
 import normscope
 from normscope.cli import options
 from normscope.cli.output import Output
-from normscope.show.tables.table import models_table
+from normscope.show.tables.catalogs import models_table
 
 
 @options.with_groups("normscope models --json", without=("columns",), first_rank_only=True)

@@ -11,7 +11,7 @@ from normscope.cli.figure_files import FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.runtime.files import check_writable
-from normscope.show.tables.table import sink_sentence
+from normscope.show.tables.sinks import sink_sentence
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
@@ -43,7 +43,7 @@ def plot(
     from normscope.fits.fit import check_fit
     from normscope.show.figures.axes import check_xscale
     from normscope.show.figures.scurves import rows_named
-    from normscope.show.figures.style import heading
+    from normscope.show.figures.sheet import heading
 
     check_fit(func)
     rows = rows_named(color)

@@ -47,7 +47,7 @@ def stats(
         for table in card_tables(cards):
             out.table(table)
         if files:
-            from normscope.show.figures.style import heading  # matplotlib takes a while
+            from normscope.show.figures.sheet import heading  # matplotlib takes a while
 
             figure = normscope.figures.plot_tails(capture, cards, **look.figure_options)
             files.save(figure, heading(capture.about), "tails", capture, out)

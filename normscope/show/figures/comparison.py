@@ -17,36 +17,34 @@ from normscope.fits.comparison import check_number, match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.saturation import MODULE, with_modules
 from normscope.pairs.captures import Capture
-from normscope.show.figures.depth import (
+from normscope.show.figures.fit_numbers import (
     ALPHA,
     MARKERS,
     SATURATED,
     SLOPE,
+    FitNumber,
     draw_number,
     finish,
     handles_of_fits,
     r_squared,
 )
-from normscope.show.figures.style import (
+from normscope.show.figures.sheet import (
     MANY_TIMES,
-    FigureOptions,
-    Style,
     columns_of,
     inches_of,
     key,
     scale_by_factors,
-    shades,
     sheet_of,
-    that_fits,
-    theme_of,
     without_digest,
 )
+from normscope.show.figures.style import FigureOptions, Style, shades, theme_of
+from normscope.show.figures.text import that_fits
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
 _LEAST_INCHES, _LEAST_COLUMN = 4.6, 1.3
 _COLUMNS = 4
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
-_TOLD = ("model", "weights", "dtype", "data", "part", "sample")
+_NAMED = ("model", "weights", "dtype", "data", "part", "sample")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def labels(captures: Sequence[Capture]) -> list[str]:
     ['1  step 1', '2  step 2']
     """
     abouts = [_about(capture) for capture in captures]
-    differing = [key for key in _TOLD if len({about.get(key) for about in abouts}) > 1]
+    differing = [key for key in _NAMED if len({about.get(key) for about in abouts}) > 1]
     texts = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
     samples = [count(capture.n_samples, "sample") for capture in captures]
     if len(set(samples)) > 1 or not differing:
@@ -105,45 +103,53 @@ def plot_comparison(
     if len(fits) != len(captures):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = theme_of(options)
-    fits = [with_modules(capture, fitted) for capture, fitted in zip(captures, fits, strict=True)]
+    fits = [with_modules(capture, capture_fits) for capture, capture_fits in zip(captures, fits, strict=True)]
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
-    curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
+    curves = list(dict.fromkeys(fit.curve for capture_fits in fits for fit in capture_fits))
     columns = columns_of(options, len(curves), _LEAST_COLUMN, _COLUMNS)
     blocks = math.ceil(len(curves) / columns)
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
-    room = (inches - 0.5) / columns
-    common = _in_common(captures)
+    about, *others = map(_about, captures)
+    shared = [name for name in _NAMED if name in about and all(other.get(name) == about[name] for other in others)]
+    common = {name: about[name] for name in shared}
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
-    every = [fit for fitted in fits for fit in fitted]
+    every = [fit for capture_fits in fits for fit in capture_fits]
     numbers = [ALPHA, SLOPE, r_squared(every), *([SATURATED] if MODULE in curves else [])]
     height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
     handles: list[Artist] = [
         key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines
     ]
     handles += handles_of_fits(every, theme)
-    with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_TOLD[1:]) as figure:
+    with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_NAMED[1:]) as figure:
         axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
-        for place in range(len(curves), blocks * columns):
-            for ax in axes[-len(numbers) :, place % columns]:
-                ax.set_visible(False)
+        for ax in axes[-len(numbers) :, len(curves) - columns * (blocks - 1) :].flat:
+            ax.set_visible(False)
         for row, number in enumerate(numbers):
             panels = [axes[n // columns * len(numbers) + row, n % columns] for n in range(len(curves))]
-            for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
-                for line in lines:
-                    of_curve = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
-                    draw_number(ax, number, [(line.places[fit.site], fit) for fit in of_curve], line.look)
-                if row == 0:
+            _draw_row(panels, columns, number, curves, lines, theme)
+            if row == 0:
+                for ax, curve in zip(panels, curves, strict=True):
                     ax.set_title(curve, parse_math=False)
-                if place % columns == 0:
-                    ax.set_ylabel(number.label)
-                if row == len(numbers) - 1:
-                    _name_depth(ax, by_name, room)
-            _share_heights(panels, columns)
-            for ax in panels:
-                finish(ax, number, theme)
+        for ax in panels:
+            _name_depth(ax, by_name, (inches - 0.5) / columns)
         figure.align_ylabels()
     return figure
+
+
+def _draw_row(
+    panels: Sequence[Axes], columns: int, number: FitNumber, curves: Sequence[str], lines: Sequence[_Line], theme: Style
+) -> None:
+    """Draw one number of every curve, on one axis of y."""
+    for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
+        for line in lines:
+            fits = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
+            draw_number(ax, number, [(line.places[fit.site], fit) for fit in fits], line.look)
+        if place % columns == 0:
+            ax.set_ylabel(number.label)
+    _share_heights(panels, columns)
+    for ax in panels:
+        finish(ax, number, theme)
 
 
 def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool) -> list[_Line]:
@@ -152,19 +158,13 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
     if number > len(colours):
         colours = [shades(theme)(place / (number - 1)) for place in range(number)]
     lines = []
-    for place, (capture, fitted, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
+    for place, (capture, capture_fits, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
         last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
         offset = _DODGE * (place - (number - 1) / 2)
         places = {site.name: (site.index + offset) / last for site in capture.sites}
         look = {"color": colours[place], "marker": MARKERS[place % len(MARKERS)]}
-        lines.append(_Line(label, look, places, fitted))
+        lines.append(_Line(label, look, places, capture_fits))
     return lines
-
-
-def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
-    """Return the entries that all captures share; the legend contains the others."""
-    about, *others = (_about(capture) for capture in captures)
-    return {key: about[key] for key in _TOLD if key in about and all(rest.get(key) == about[key] for rest in others)}
 
 
 def _share_heights(panels: Sequence[Axes], columns: int) -> None:

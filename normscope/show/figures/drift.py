@@ -1,4 +1,4 @@
-"""Drift of swaps: by site, by number of sites, and with some norms kept."""
+"""Drift of swaps: by site, by number of sites, by part of the data, and with some norms kept."""
 
 from __future__ import annotations
 
@@ -15,20 +15,9 @@ from matplotlib.ticker import MaxNLocator
 from normscope.curves.expressions import curves_named
 from normscope.errors import UsageError, count
 from normscope.norms.sites import NormSite
-from normscope.show.figures.style import (
-    FigureOptions,
-    Style,
-    draw_guides,
-    inches_of,
-    key,
-    literal,
-    name_sites,
-    names_inches,
-    scale_where_wide,
-    sheet_of,
-    site_labels,
-    theme_of,
-)
+from normscope.show.figures.sheet import draw_guides, inches_of, key, scale_where_wide, sheet_of, site_labels
+from normscope.show.figures.style import FigureOptions, Style, theme_of
+from normscope.show.figures.text import literal, name_sites, names_inches
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.swaps.inits import INITS, published_name
 from normscope.swaps.reports import Drift, Quantiles
@@ -50,6 +39,9 @@ _TITLES = {
     "cumulative": "the output, one site more at a time",
 }
 _SIGNS_POINTS = 13  # the distance of a title above the signs of placements
+
+
+_Series = tuple[str, list[tuple[float, Quantiles | float]], dict[str, Any]]  # label, points and look
 
 
 @dataclass(frozen=True)
@@ -218,6 +210,7 @@ def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *,
 
 
 def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any, alpha: float | None = None) -> None:
+    """Draw a bar from the 10th to the 90th percentile at each x."""
     low, high = [quantiles.p10 for _, quantiles in points], [quantiles.p90 for _, quantiles in points]
     ax.vlines([x for x, _ in points], low, high, color=colour, lw=0.7, alpha=alpha)
 
@@ -241,6 +234,10 @@ def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], 
         ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)
 
 
+def with_unit(measure: str) -> str:
+    return f"{measure} [nats]" if measure.startswith("KL") else measure
+
+
 def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
@@ -258,44 +255,22 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
         UsageError: if an option is not valid.
     """
     options.setdefault("title", title)
-    theme, quality, taken = theme_of(options), report.quality, report.taken
-    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
-    chosen: dict[str, Any] = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
-    held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
-    calibrated = {**held_out, "mfc": theme.background, "ms": 4}
-    judged: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
-    of_choice = [(step.kept - _ASIDE, step.error) for step in taken]
-    of_held_out = [(step.kept + _ASIDE, step.held_out) for step in taken if step.held_out is not None]
-    of_calibrated = [(len(report.kept) + 2 * _ASIDE, report.calibrated)] if report.calibrated else []
-    steps = [step for step in report.steps if not of_calibrated or step.kept != len(report.kept)]
-    tried = [(step.kept, step.worked_on) for step in steps if step.worked_on is not None]
-    handles: list[Artist] = [key(f"start values, on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
-    handles += [key(f"start values, on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
-    handles += [key("calibrated, on samples that decide its state", **judged)] if tried else []
-    handles += [key("calibrated, on the held-out samples", **calibrated)] if of_calibrated else []
+    theme, quality = theme_of(options), report.quality
+    series = _keep_series(report, theme)
+    handles: list[Artist] = [key(label, **look) for label, points, look in series if points]
     handles += [key("original", theme.ink, ":")] if quality else []
     inches = inches_of(options.get("width"), _KEEP_INCHES[0])
     columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
     rows = 2 if quality and columns == 1 else 1
-    short, last = site_labels(report.sites, options), max([len(report.kept), *(kept for kept, _ in tried)])
-    names = [f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in report.steps[: last + 1]]
+    labels = site_labels(report.sites, options)
+    last = max([len(report.kept), *(step.kept for step in report.steps if step.worked_on is not None)])
+    names = [f"{labels[step.site] if step.site else 'none'}  {step.kept}" for step in report.steps[: last + 1]]
     height = (_KEEP_INCHES[1] + names_inches(names)) * rows
     with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flat
-        for points, look in ((of_choice, chosen), (of_held_out, held_out), (of_calibrated, calibrated)):
-            axes[0].plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
-            _draw_bars(axes[0], points, look["color"])
-        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **judged)
-        if not scale_where_wide(axes[0]):
-            axes[0].set_ylim(0, None)
-        axes[0].set_ylabel(with_unit(report.measure))
+        _draw_kept_drift(axes[0], report, series)
         if quality:
-            scores = [quality.scores[f"{step.kept} kept"] for step in taken]
-            axes[1].plot([step.kept for step in taken], [score.value for score in scores], **held_out)
-            for step, score in zip(taken, scores, strict=True):
-                axes[1].plot([step.kept] * 2, score.interval or [score.value] * 2, color=held_out["color"], lw=0.7)
-            axes[1].axhline(quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
-            axes[1].set_ylabel(literal(quality.name))
+            _draw_kept_quality(axes[1], report, series[1][2], theme)
         for ax in axes:
             ax.set_xlabel(f"norms kept, of {len(report.sites)}")
             name_sites(ax, names, inches / columns - _EDGE_INCHES)
@@ -304,5 +279,48 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     return figure
 
 
-def with_unit(measure: str) -> str:
-    return f"{measure} [nats]" if measure.startswith("KL") else measure
+def _keep_series(report: KeepReport, theme: Style) -> list[_Series]:
+    """Return label, points and look of the inputs of the choice, of held-out ones, and of calibrated swaps."""
+    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
+    held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
+    n_held_out = next((step.held_out.n for step in report.taken if step.held_out is not None), 0)
+    calibrated = [(len(report.kept) + 2 * _ASIDE, report.calibrated)] if report.calibrated else []
+    tried = [step for step in report.steps if not calibrated or step.kept != len(report.kept)]
+    return [
+        (
+            f"start values, on {count(report.n_chosen_on, 'sample')} of the choice",
+            [(step.kept - _ASIDE, step.error) for step in report.taken],
+            {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots},
+        ),
+        (
+            f"start values, on {n_held_out} held-out samples",
+            [(step.kept + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None],
+            held_out,
+        ),
+        (
+            "calibrated, on samples that decide its state",
+            [(step.kept, step.worked_on) for step in tried if step.worked_on is not None],
+            {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4},
+        ),
+        ("calibrated, on the held-out samples", [*calibrated], {**held_out, "mfc": theme.background, "ms": 4}),
+    ]
+
+
+def _draw_kept_drift(ax: Axes, report: KeepReport, series: list[_Series]) -> None:
+    for _, points, look in series:
+        medians = [value.p50 if isinstance(value, Quantiles) else value for _, value in points]
+        ax.plot([x for x, _ in points], medians, **look)
+        _draw_bars(ax, [(x, value) for x, value in points if isinstance(value, Quantiles)], look["color"])
+    if not scale_where_wide(ax):
+        ax.set_ylim(0, None)
+    ax.set_ylabel(with_unit(report.measure))
+
+
+def _draw_kept_quality(ax: Axes, report: KeepReport, look: dict[str, Any], theme: Style) -> None:
+    assert report.quality is not None  # noqa: S101 - for mypy
+    scores = {step.kept: report.quality.scores[f"{step.kept} kept"] for step in report.taken}
+    ax.plot(list(scores), [score.value for score in scores.values()], **look)
+    for kept, score in scores.items():
+        ax.plot([kept] * 2, score.interval or [score.value] * 2, color=look["color"], lw=0.7)
+    ax.axhline(report.quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
+    ax.set_ylabel(literal(report.quality.name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
@@ -26,20 +25,9 @@ from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
 from normscope.show.figures.axes import LINEAR, pairs_beyond, scales_of
 from normscope.show.figures.panels import outline
-from normscope.show.figures.style import (
-    LINE_POINTS,
-    NOTE,
-    FigureOptions,
-    Style,
-    columns_of,
-    inches_of,
-    key,
-    sheet_of,
-    site_labels,
-    that_fits,
-    theme_of,
-    wrapped,
-)
+from normscope.show.figures.sheet import columns_of, inches_of, key, sheet_of, site_labels
+from normscope.show.figures.style import FigureOptions, Style, theme_of
+from normscope.show.figures.text import LINE_POINTS, NOTE, that_fits, wrapped
 
 Array = NDArray[np.float64]
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
@@ -51,19 +39,6 @@ _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
 _GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
 _FOOT = "p84/p16: ratio of percentiles over the drawn tokens; the grey line: where the tail begins, 1 % of the pairs"
-
-
-@dataclass(frozen=True)
-class _SiteColumn:
-    """Data and style of the panels of one site."""
-
-    site: NormSite
-    stats: PairStats
-    view: GradientView
-    drawn: DrawnJacobians
-    fits: Sequence[CurveFit]
-    style: Style
-    room: float  # inches that a line of text above a panel may take
 
 
 def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Unpack[FigureOptions]) -> Figure:
@@ -90,7 +65,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
     inches = inches_of(options.get("width"), max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
     room = (inches - 0.3) / across - _EDGE_INCHES
     names = site_labels((site.name for site in capture.sites), options)
-    heads = [wrapped(_head(view), room, NOTE) for view in views]
+    heads = [wrapped(_head(view), room) for view in views]
     height = 2 * _PANEL_INCHES[1] + (max(map(len, heads)) + 3) * LINE_POINTS / 72
     samples, handles = count(capture.n_samples, "sample"), _handles(views, fits, theme)
     foot = [*_share_of_diagonal(views), _FOOT]
@@ -101,24 +76,35 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
         for ax in axes.flat:
             ax.set_visible(False)
         for number, (site, view, head) in enumerate(zip(capture.sites, views, heads, strict=True)):
-            block, place = divmod(number, across)
-            above, below = axes[2 * block : 2 * block + 2, place]
-            above.set_visible(True)
+            block, column = divmod(number, across)
+            above, below = axes[2 * block : 2 * block + 2, column]
+            fits_here = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
+            _draw_site(above, below, site, capture.stats[site.name], view, fits_here, theme, room)
             _write(above, [names[site.name], *head])
-            stats = capture.stats[site.name]
-            drawn = drawn_jacobians(site, stats)
-            if isinstance(drawn, DrawnJacobians):
-                of_site = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
-                column = _SiteColumn(site, stats, view, drawn, of_site, theme, room)
-                below.set_visible(True)
-                _draw_diagonal(above, column)
-                _draw_constants(below, column)
-            else:
-                _decline(above, f"No closed form: {drawn}.", room)
-            if place == 0:
+            if column == 0:
                 above.set_ylabel("∂y$_i$/∂x$_i$", labelpad=1)
                 below.set_ylabel("σ and √C, in units of x", labelpad=1)
     return figure
+
+
+def _draw_site(
+    above: Axes,
+    below: Axes,
+    site: NormSite,
+    stats: PairStats,
+    view: GradientView,
+    fits: Sequence[CurveFit],
+    style: Style,
+    inches: float,
+) -> None:
+    drawn = drawn_jacobians(site, stats)
+    above.set_visible(True)
+    if isinstance(drawn, str):
+        _decline(above, f"No closed form: {drawn}.", inches)
+        return
+    below.set_visible(True)
+    _draw_diagonal(above, site, stats, drawn, fits, style, inches)
+    _draw_constants(below, view, drawn, style, inches)
 
 
 def _write(ax: Axes, lines: Sequence[str]) -> None:
@@ -127,7 +113,7 @@ def _write(ax: Axes, lines: Sequence[str]) -> None:
 
 def _decline(ax: Axes, reason: str, inches: float) -> None:
     ax.axis("off")
-    text = "\n".join(wrapped(reason, inches, NOTE))
+    text = "\n".join(wrapped(reason, inches))
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontproperties": NOTE}
     ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **look)
 
@@ -150,37 +136,43 @@ def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
     return [f"R²: of functions of x for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
 
 
-def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
-    drawn, style = column.drawn, column.style
+def _draw_diagonal(
+    ax: Axes,
+    site: NormSite,
+    stats: PairStats,
+    drawn: DrawnJacobians,
+    fits: Sequence[CurveFit],
+    style: Style,
+    inches: float,
+) -> None:
     for x, diagonal, colour in (
         (drawn.x, drawn.uniform.diagonal, style.faint),
         (drawn.largest_x, drawn.largest.diagonal, style.channels[0]),
     ):
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
-    axis = scales_of([(column.site, column.stats)], LINEAR, column.fits).x
-    axis.set_on(ax, column.room)
+    axis = scales_of([(site, stats)], LINEAR, fits).x
+    axis.set_on(ax, inches)
     end = axis.limits[1]
     width = min(2 * end / _GROUPS, float(drawn.x.abs().median()) / _GROUPS_TO_THE_MEDIAN) or end
-    at, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, width)
+    at, mean = mean_diagonal(site, stats, _LEAST_COUNT, width)
     ax.plot(at, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     grid = torch.linspace(-end, end, 601, dtype=torch.float64)
-    looks = style.looks(fit.curve for fit in column.fits)
-    for fit in column.fits:
+    looks = style.looks(fit.curve for fit in fits)
+    for fit in fits:
         colour, dashes = looks[fit.curve]
         look: dict[str, Any] = {"color": colour, "ls": dashes, "lw": 1.1, "path_effects": outline(style, 0.8)}
         ax.plot(grid, fit.derivative(grid), zorder=4, **look)
     ax.set_ylim(0, None)
-    n = pairs_beyond(column.stats.moments.sum(0), axis.limits)
+    n = pairs_beyond(stats.moments.sum(0), axis.limits)
     beyond = f" ({count(n, 'pair')} beyond)" if n else ""
-    ax.set_xlabel(that_fits((f"norm input x{beyond}", f"x{beyond}"), column.room), labelpad=1)
+    ax.set_xlabel(that_fits((f"norm input x{beyond}", f"x{beyond}"), inches), labelpad=1)
 
 
-def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
-    drawn, style = column.drawn, column.style
+def _draw_constants(ax: Axes, view: GradientView, drawn: DrawnJacobians, style: Style, inches: float) -> None:
     x = drawn.x.abs().flatten()
     at, scale = _grouped(x, _of_pairs(drawn.uniform.scale, drawn.x))
     if not len(at):
-        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", column.room)
+        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", inches)
         return
     _, others = _grouped(x, _of_pairs(drawn.uniform.others, drawn.x))
     held, root = _held_looks(style)
@@ -196,8 +188,8 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.axvline(drawn.tail, color=style.faint, lw=0.7, zorder=1)
-    sign = "σ" if column.view.centred else "ρ"
-    parts = [(part, column.view.constants[part]) for part in ("centre", "tail")]
+    sign = "σ" if view.centred else "ρ"
+    parts = [(part, view.constants[part]) for part in ("centre", "tail")]
     ratios = [
         f"{part} {sign} {_written(ratio.scale.ratio, '.3g')}, √C {_written(ratio.others.ratio, '.3g')}"
         for part, ratio in parts

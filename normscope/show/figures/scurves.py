@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,7 +10,6 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
@@ -23,62 +18,51 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.targets import as_capture
 from normscope.norms.sites import Layers, select
 from normscope.pairs.captures import Capture
-from normscope.runtime.files import whole_file
 from normscope.show.figures.axes import LINEAR, share_colours, share_heights
-from normscope.show.figures.panels import (
-    DRAW,
+from normscope.show.figures.notes import (
     HEAD_INCHES,
-    RESIDUAL,
-    Panel,
-    best_of,
-    draw_panel,
-    extreme_channels,
     facts,
     fits_in_line,
     legend_handles,
     notes_of,
-    outline,
-    panels_of,
     r2_of,
     remarks,
-    with_shared_scales,
     write_heading,
 )
-from normscope.show.figures.style import (
-    LINE_POINTS,
-    NO_LABELS,
-    NOTE,
-    SHORT,
-    FigureOptions,
+from normscope.show.figures.panel_data import extreme_channels
+from normscope.show.figures.panels import (
+    DRAW,
+    RESIDUAL,
+    Panel,
+    best_of,
+    draw_panel,
+    outline,
+    panels_of,
+    with_shared_scales,
+)
+from normscope.show.figures.sheet import (
     Sheet,
-    Words,
     columns_of,
     heading,
     inches_of,
-    readable,
+    origin_of,
     sheet_of,
-    tail,
-    theme_of,
     title_and_foot,
     untrained,
-    words_inches,
-    write_at,
 )
-from normscope.show.tables.markup import latex
+from normscope.show.figures.style import NO_LABELS, SHORT, FigureOptions, readable, theme_of
+from normscope.show.figures.text import LINE_POINTS, NOTE, Words, tail, words_inches, write_at
 
 ROWS = tuple(row for row in DRAW if row != RESIDUAL)
-FORMATS = ("png", "svg", "pdf")
-_VECTOR_DPI = 72  # at which matplotlib lays out what is in points
-_LEAST_DPI = 300  # of the points within a vector graphic
 _LEAD = "Input x of norms, and their output y before the affine step"
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 _MOST_COLUMNS, _PANEL_INCHES, _LEAST_PANEL = 6, (2.35, 2.05), (1.3, 1.2)  # widths and heights, ticks included
 _ACROSS = 4
 _COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # of an overview; four of them are a page's text width
-_ROW_INCHES = 1.15
-_AXIS_INCHES = 0.25  # of a panel's ticks
+_ROW_INCHES, _AXIS_INCHES = 1.15, 0.3  # of an overview's panel, and of its ticks
 _LABEL_INCHES = 0.3  # left of all panels
 _LABEL = FontProperties(size=7)
+_LEAST_ROOM = 1.2  # inches, for the word "channels"
 
 
 def plot(
@@ -129,9 +113,6 @@ def plot(
     capture = as_capture(capture, "plot")
     shown, theme, labels = rows_named(rows), theme_of(options), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
-    if compact and ax is None:
-        drawn = None if layers is None else "all"
-        return overview([capture], [fits], layers=drawn, xscale=xscale, share_axes=share_axes, **options)
     if ax is not None:
         if len(capture.sites) != 1 or len(shown) != 1 or compact:
             raise UsageError(
@@ -139,66 +120,25 @@ def plot(
                 f"{count(len(capture.sites), 'site')}: name them by layers= and rows=."
             )
         inches = ax.get_window_extent().width / ax.figure.dpi
-        (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
+        (panel,) = panels_of(capture, capture.sites, fits, theme, xscale, inches)
         return _draw_on(ax, panel, shown[0], labels)
+    if compact:
+        drawn = None if layers is None else "all"
+        return overview([capture], [fits], layers=drawn, xscale=xscale, share_axes=share_axes, **options)
     columns = columns_of(options, len(capture.sites), _LEAST_PANEL[0], _MOST_COLUMNS)
-    inches = inches_of(options.get("width"), 0.5 + _PANEL_INCHES[0] * columns)
-    across = (inches - 0.3) / columns
+    width = inches_of(options.get("width"), 0.5 + _PANEL_INCHES[0] * columns)
+    across = (width - 0.3) / columns
     panel_inches = min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across))
     with matplotlib.rc_context(theme.rc()):
-        panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=across - _EDGE_INCHES)
-        if share_axes:
-            panels = with_shared_scales(panels, xscale)
-        blocks = math.ceil(len(panels) / columns)
-        notes = [[_notes(panel, row, labels, first=row == shown[0]) for row in shown] for panel in panels]
-        lines = [max(map(len, of_row)) for of_row in zip(*notes, strict=True)]  # above the panels of each row
-        rows_inches = len(shown) * panel_inches + sum(lines) * LINE_POINTS / 72
-        height = blocks * (rows_inches + HEAD_INCHES * (labels != NO_LABELS) + 0.12)
-        handles = legend_handles(panels, shown, "sample" in capture.about)
+        panels = panels_of(capture, capture.sites, fits, theme, xscale, across - _EDGE_INCHES)
+        panels = with_shared_scales(panels, xscale) if share_axes else panels
+        blocks = [("", panels[first : first + columns]) for first in range(0, len(panels), columns)]
         foot = [_LEAD, facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
-    parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "foot": foot, "handles": handles}
-    with sheet_of(options, theme, inches, height, capture.about, **parts) as figure:
-        figure.origin = _origin(capture)
-        axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
-        for empty in axes.flat:
-            empty.set_visible(False)
-        for number, panel in enumerate(panels):
-            block, column = divmod(number, columns)
-            for place, row in enumerate(shown):
-                panel_ax = axes[block * len(shown) + place, column]
-                panel_ax.set_visible(True)
-                draw_panel(panel_ax, panel, row, beyond=place == 0)
-                if row == "token":
-                    _draw_scale(panel_ax, panel)
-                write_heading(panel_ax, panel, NO_LABELS if place else labels, notes[number][place], lines[place])
-                if column == 0:
-                    panel_ax.set_ylabel(_name_of_y(row), labelpad=1)
-                elif share_axes:
-                    panel_ax.tick_params(labelleft=False)
-                if place == len(shown) - 1:
-                    panel_ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
-        if share_axes:
-            share_colours(figure.axes)
-            if RESIDUAL in shown:
-                share_heights([ax for ax in axes[shown.index(RESIDUAL) :: len(shown)].flat if ax.get_visible()])
+        handles = legend_handles(panels, shown, "sample" in capture.about)
+        parts: dict[str, Any] = {"foot": foot, "handles": handles, "detail": count(capture.n_samples, "sample")}
+        figure = _draw_blocks(blocks, shown, options, columns, width, panel_inches, about=capture.about, **parts)
+    figure.origin = origin_of(capture)
     return figure
-
-
-def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
-    """Draw one panel into somebody's axes, with its heading in the corner that an S leaves empty."""
-    draw_panel(ax, panel, row, beyond=True, inset=False)
-    fits = [(f"{fit.curve} R² {r2_of(fit)}", panel.looks[fit.curve][0]) for fit in panel.fits if not fit.degenerate]
-    words = [(panel.name, panel.style.ink), *fits]
-    look: dict[str, Any] = {"va": "top", "zorder": 6, "fontproperties": NOTE, "parse_math": False}
-    for number, (text, colour) in enumerate(words if labels != NO_LABELS else ()):
-        look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
-        write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
-    ax.set(xlabel=panel.axis.label(panel.inches), ylabel=_name_of_y(row))
-    return ax
-
-
-def _name_of_y(row: str) -> str:
-    return "E[y|x] − fit" if row == RESIDUAL else "output y"
 
 
 def overview(
@@ -246,122 +186,107 @@ def overview(
     width = inches_of(options.get("width"), _COLUMN_INCHES * columns)
     columns = columns if width / columns >= _LEAST_COLUMN else 2
     inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
-    every_fit = [fit for fitted in fits for fit in fitted]
-    drawn, _ = best_of(every_fit)
+    panel_inches = min(_ROW_INCHES, 0.85 * inches)
+    every_fit = [fit for of_capture in fits for fit in of_capture]
+    curves, _ = best_of(every_fit)
     with matplotlib.rc_context(theme.rc()):
         networks = [
-            panels_of(
-                *(capture, sites, [fit for fit in fitted if fit.curve in drawn], theme),
-                *(theme.looks_of(drawn), xscale, inches),
-            )
-            for capture, sites, fitted in zip(captures, chosen, fits or [()] * len(captures), strict=True)
+            panels_of(capture, sites, of_capture, theme, xscale, inches, curves)
+            for capture, sites, of_capture in zip(captures, chosen, fits or [()] * len(captures), strict=True)
         ]
-        if share_axes:
-            shared = iter(with_shared_scales([panel for panels in networks for panel in panels], xscale))
-            networks = [[next(shared) for _ in panels] for panels in networks]
         every = [panel for panels in networks for panel in panels]
-        rows = [
-            (capture, panels[first : first + columns])
+        if share_axes:
+            every = with_shared_scales(every, xscale)
+            shared = iter(every)
+            networks = [[next(shared) for _ in panels] for panels in networks]
+        blocks = [
+            (_name_of_row(capture, panel_inches), panels[first : first + columns])
             for capture, panels in zip(captures, networks, strict=True)
             for first in range(0, len(panels), columns)
         ]
-        notes = [[notes_of(panel, labels) for panel in panels] for _, panels in rows]
-        lines = [max(map(len, of_row)) for of_row in notes]
-        panel_inches = min(_ROW_INCHES, 0.85 * inches)
-        above = HEAD_INCHES * (labels != NO_LABELS) + 0.04
-        height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
-        handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
         foot = [_LEAD, *remarks(every, every_fit, labels)]
-        for capture, panels in zip(captures, networks, strict=True):
-            name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
-            title = None if options.get("caption") else options.get("title")
-            of_network = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
-            foot.append(name + " · ".join(filter(None, of_network)))
-    with sheet_of(options, theme, width, height, {}, foot=foot, handles=handles, h_pad=0.03, hspace=0) as figure:
-        figure.origin = _origin(captures)
-        axes = figure.subplots(len(rows), columns, squeeze=False)
-        for number, ((capture, panels), axes_of_row) in enumerate(zip(rows, axes, strict=True)):
-            for column, ax in enumerate(axes_of_row):
-                if column >= len(panels):
-                    ax.set_visible(False)
-                    continue
-                panel, shared_axes = panels[column], panels[column].scales.shared
-                draw_panel(ax, panel, "density", beyond=True)
-                ax.locator_params(axis="y", nbins=4)
-                ax.tick_params(length=2, pad=1.5, labelleft=column == 0 or not shared_axes)
-                write_heading(ax, panel, labels, notes[number][column], lines[number])
-                if column == 0:
-                    name = tail(heading(capture.about), panel_inches + 0.3, _LABEL)
-                    of_row = filter(None, (name, untrained(capture.about), _name_of_y("density")))
-                    ax.set_ylabel("\n".join(of_row), parse_math=False, labelpad=1)
-                if not any(column < len(under) for _, under in rows[number + 1 :]):
-                    ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
-        if share_axes:
-            share_colours(figure.axes)
+        foot += [
+            _about(capture, facts(panels, labels), options, len(captures) > 1)
+            for capture, panels in zip(captures, networks, strict=True)
+        ]
+        handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
+        parts: dict[str, Any] = {"about": {}, "foot": foot, "handles": handles, "h_pad": 0.03, "hspace": 0}
+        figure = _draw_blocks(blocks, ["density"], options, columns, width, panel_inches + _AXIS_INCHES, **parts)
+    figure.origin = origin_of(captures)
     return figure
 
 
-def save_figure(figure: Figure, path: str | Path, shown: Any = None, dpi: int = 200) -> Path:
-    """Write a figure to a file whose suffix is its format, with its provenance in the metadata, and its caption beside.
-
-    Args:
-        figure: what :func:`normscope.plot`, :func:`normscope.figures.overview` or another of them drew.
-        path: of the file.
-        shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
-            other JSON; by default what the figure was drawn from.
-        dpi: dots per inch; of the points within svg and pdf at least 300.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: if the suffix is not one of png, svg and pdf, or if it cannot be written there.
-    """
-    path = Path(path)
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in FORMATS:
-        raise UsageError(unknown("figure format", kind, FORMATS))
-    text = json.dumps(getattr(figure, "origin", {}) if shown is None else _origin(shown))
-    dpi = dpi if kind == "png" else max(dpi, _LEAST_DPI)
-    key = "Subject" if kind == "pdf" else "Description"
-    dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-    drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
-    with (
-        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}),
-        matplotlib.rc_context(figure.math if isinstance(figure, Sheet) else {}),
-        _laid_out(figure, kind, dpi),
-    ):
-        figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
-    with whole_file(path) as partial:
-        partial.write_bytes(drawn.getvalue())
-    if isinstance(figure, Sheet) and figure.caption:
-        suffix, caption = figure.caption
-        written = f"\\caption{{{latex(caption)}}}" if suffix == "tex" else caption
-        with whole_file(path.with_suffix(f".{suffix}")) as partial:
-            partial.write_text(f"{written}\n", encoding="utf-8")
-    return path
+def _name_of_row(capture: Capture, inches: float) -> str:
+    name = tail(heading(capture.about), inches + 0.3, _LABEL)
+    return "\n".join(filter(None, (name, untrained(capture.about))))
 
 
-@contextlib.contextmanager
-def _laid_out(figure: Figure, kind: str, dpi: int) -> Iterator[None]:
-    """Lay a figure out as it will be in a file; otherwise savefig draws all of it twice."""
-    engine, canvas, dots = figure.get_layout_engine(), figure.canvas, figure.dpi
-    if engine is None:
-        yield
-        return
-    try:
-        get_registered_canvas_class(kind)(figure)  # whose letters are as wide as they will be in the file
-        figure.dpi = dpi if kind == "png" else _VECTOR_DPI
-        engine.execute(figure)
-        figure.set_canvas(canvas)
-        figure.dpi = dots
-        with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
-            figure.set_layout_engine(None)
-        yield
-    finally:
-        figure.set_canvas(canvas)
-        figure.dpi = dots
-        figure.set_layout_engine(engine)
+def _about(capture: Capture, facts_of_panels: str, options: FigureOptions, several: bool) -> str:
+    """Return the line of one network below an overview."""
+    title = None if options.get("caption") else options.get("title")
+    facts_and_data = (facts_of_panels, title_and_foot(title, "", capture.about)[1])
+    return (f"{heading(capture.about)}: " if several else "") + " · ".join(filter(None, facts_and_data))
+
+
+def _draw_blocks(
+    blocks: Sequence[tuple[str, Sequence[Panel]]],
+    rows: Sequence[str],
+    options: FigureOptions,
+    columns: int,
+    width: float,
+    panel_inches: float,
+    **parts: Any,
+) -> Sheet:
+    """Draw blocks of panels below one another: a name on the left, and the rows of up to ``columns`` sites."""
+    theme, labels = theme_of(options), options.get("labels", SHORT)
+    notes = [[[_notes(panel, row, labels, rows) for panel in panels] for row in rows] for _, panels in blocks]
+    lines = [[max(map(len, of_panels)) for of_panels in of_rows] for of_rows in notes]
+    heads = len(blocks) * (HEAD_INCHES * (labels != NO_LABELS) + 0.1) + sum(map(sum, lines)) * LINE_POINTS / 72
+    height = len(blocks) * len(rows) * panel_inches + heads
+    with sheet_of(options, theme, width, height, **parts) as figure:
+        axes = figure.subplots(len(blocks) * len(rows), columns, squeeze=False)
+        for ax in axes.flat:
+            ax.set_visible(False)
+        for block, (name, panels) in enumerate(blocks):
+            under = [] if len(rows) > 1 else [len(later) for _, later in blocks[block + 1 :]]
+            for place, row in enumerate(rows):
+                row_of_axes = axes[block * len(rows) + place]
+                for column, (panel, ax) in enumerate(zip(panels, row_of_axes, strict=False)):
+                    ax.set_visible(True)
+                    draw_panel(ax, panel, row, beyond=place == 0)
+                    above = notes[block][place][column], lines[block][place]
+                    write_heading(ax, panel, NO_LABELS if place else labels, *above)
+                    if row == "token":
+                        _draw_scale(ax, panel)
+                    if place == len(rows) - 1 and column >= max(under, default=0):
+                        ax.set_xlabel(panel.scales.x.label(panel.inches), labelpad=1)
+                    if column and panel.scales.shared:
+                        ax.tick_params(labelleft=False)
+                y_label = "\n".join(filter(None, (name, _name_of_y(row))))
+                row_of_axes[0].set_ylabel(y_label, parse_math=False, labelpad=1)
+        _share(figure, axes, blocks, rows)
+    return figure
+
+
+def _share(figure: Sheet, axes: Any, blocks: Sequence[tuple[str, Sequence[Panel]]], rows: Sequence[str]) -> None:
+    """Give panels of shared scales common greys, and common limits of residuals."""
+    if blocks[0][1] and blocks[0][1][0].scales.shared:
+        share_colours(figure.axes)
+        if RESIDUAL in rows:
+            share_heights([ax for ax in axes[rows.index(RESIDUAL) :: len(rows)].flat if ax.get_visible()])
+
+
+def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
+    """Draw one panel into somebody's axes, with its heading in the corner that an S leaves empty."""
+    draw_panel(ax, panel, row, beyond=True, inset=False)
+    fits = [(f"{fit.curve} R² {r2_of(fit)}", panel.looks[fit.curve][0]) for fit in panel.fits if not fit.degenerate]
+    words = [(panel.name, panel.style.ink), *fits]
+    look: dict[str, Any] = {"va": "top", "zorder": 6, "fontproperties": NOTE, "parse_math": False}
+    for number, (text, colour) in enumerate(words if labels != NO_LABELS else ()):
+        look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
+        write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
+    ax.set(xlabel=panel.scales.x.label(panel.inches), ylabel=_name_of_y(row))
+    return ax
 
 
 def rows_named(rows: str | Sequence[str]) -> list[str]:
@@ -373,15 +298,13 @@ def rows_named(rows: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _origin(shown: Any) -> Any:
-    if isinstance(shown, Capture):
-        return {**shown.about, "versions": dict(shown.versions), "seed": shown.seed}
-    return [_origin(capture) for capture in shown] if isinstance(shown, (list, tuple)) else shown
+def _name_of_y(row: str) -> str:
+    return "E[y|x] − fit" if row == RESIDUAL else "output y"
 
 
-def _notes(panel: Panel, row: str, labels: str, *, first: bool) -> list[Words]:
+def _notes(panel: Panel, row: str, labels: str, rows: Sequence[str]) -> list[Words]:
     """Return the lines above a panel: those of its column, and those of its row."""
-    lines = notes_of(panel, labels) if first else []
+    lines = notes_of(panel, labels) if row == rows[0] else []
     if row == "token":
         return [*lines, _scale_of(panel)]
     if row == "channel":
@@ -391,9 +314,6 @@ def _notes(panel: Panel, row: str, labels: str, *, first: bool) -> list[Words]:
             words.pop()
         return [*lines, words]
     return [*lines, *(fits_in_line(panel, "RMSE", lambda fit: f"{fit.rmse:.3g}") if row == RESIDUAL else [])]
-
-
-_LEAST_ROOM = 1.2  # inches
 
 
 def _scale_of(panel: Panel) -> Words:

@@ -7,22 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from normscope.show.tables.glossary import definitions
-from normscope.show.tables.table import (
-    NONE,
-    Column,
-    TextTable,
-    measured,
-    names,
-    number,
-    several,
-    sink_sentence,
-    table_of,
-    words,
-)
+from normscope.show.tables.sinks import sink_sentence
+from normscope.show.tables.table import NONE, Column, TextTable, names, number, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard, Tails
-    from normscope.fits.gradient import Constants, GradientView
     from normscope.fits.saturation import OverChannels, Saturation
     from normscope.fits.scale import Scale
 
@@ -69,18 +58,20 @@ def _nothing(card: NormCard) -> str | None:
 
 def saturation_table(functions: Sequence[Saturation]) -> TextTable:
     """Make a table with one line per point-wise function: α and s, its range in use, and channels without one."""
-    shifted = any(each.shift.p5 or each.shift.p95 for each in functions)
+    shifted = any(function.shift.p5 or function.shift.p95 for function in functions)
     columns: list[Column[Saturation]] = [
-        names("site", lambda each: each.site),
-        words("f", lambda each: each.curve, 4),
-        Column("α", lambda each: _over_channels(each.alpha)),
-        Column("s", lambda each: _over_channels(each.shift), shifted, drop=3),
-        Column("slope", lambda each: _over_channels(each.slope), drop=7),
-        *several(("1/std", "α×std"), lambda each: [_number(each.inverse_std), _number(each.alpha_std)], (2, 6)),
+        names("site", lambda function: function.site),
+        words("f", lambda function: function.curve, 4),
+        Column("α", lambda function: _over_channels(function.alpha)),
+        Column("s", lambda function: _over_channels(function.shift), shifted, drop=3),
+        Column("slope", lambda function: _over_channels(function.slope), drop=7),
+        *several(
+            ("1/std", "α×std"), lambda function: [_number(function.inverse_std), _number(function.alpha_std)], (2, 6)
+        ),
         *several((">1", ">2", ">3", "saturated"), _saturated, (5, 8, 5, 0)),
-        Column("|weight|", lambda each: _over_channels(each.weight), drop=9),
-        Column("stuck", lambda each: NONE if each.stuck is None else str(len(each.stuck)), drop=1),
-        Column("dead", lambda each: str(len(each.dead)), drop=1),
+        Column("|weight|", lambda function: _over_channels(function.weight), drop=9),
+        Column("stuck", lambda function: NONE if function.stuck is None else str(len(function.stuck)), drop=1),
+        Column("dead", lambda function: str(len(function.dead)), drop=1),
     ]
     return table_of(functions, columns, about="stats")
 
@@ -109,7 +100,9 @@ def channels_table(cards: Sequence[NormCard]) -> TextTable:
     def cells(card: NormCard) -> list[str]:
         leading, r2 = card.tails.channels if card.tails else (), card.scale.r2 if card.scale else ()
         formats = {"channel": "d", "share": ".1%", "of_y": ".1%", "of_output": ".1%", "gamma": "z.2f"}
-        listed = [", ".join(format(getattr(each, of), form) for each in leading) for of, form in formats.items()]
+        listed = [
+            ", ".join(format(getattr(channel, name), form) for channel in leading) for name, form in formats.items()
+        ]
         return [*listed, *(f"{r2[k - 1]:.3f}" if k <= len(r2) else NONE for k in _NUMBERS_OF_CHANNELS)]
 
     headings = ("leading", "of Σx²", "of Σy²", "of Σ(γy)²", "γ : median", *(f"R² of {k}" for k in _NUMBERS_OF_CHANNELS))
@@ -124,8 +117,7 @@ def channels_table(cards: Sequence[NormCard]) -> TextTable:
 
 def card_table(card: NormCard) -> TextTable:
     """Make the whole card of one site, with one line per question."""
-    columns: list[Column[tuple[str, str]]] = [words("", lambda line: line[0]), names("", lambda line: line[1])]
-    return table_of(card_lines(card), columns)
+    return table_of(card_lines(card), [words("", lambda line: line[0]), names("", lambda line: line[1])])
 
 
 def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
@@ -250,76 +242,3 @@ def _share(share: float) -> str:
     if 0 < share < _SMALLEST_SHARE:
         return "<0.1 %"
     return f"{100 * share:.1f} %"
-
-
-_STEADIER = {"scale": "DyT", "others": "DyISRU", None: "alike"}
-_NOT_COVERED = "not covered"
-
-
-def gradient_tables(views: Sequence[GradientView]) -> list[TextTable]:
-    """Make the tables of the norms' Jacobians: shares of their diagonals, and constants."""
-    return [jacobians_table(views), constants_table(views)]
-
-
-def jacobians_table(views: Sequence[GradientView]) -> TextTable:
-    """Make a table with one line per site: share of the diagonal, and R² of each curve's derivative."""
-    curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
-    columns: list[Column[GradientView]] = [
-        names("site", lambda view: view.site),
-        words("norm", lambda view: view.kind, 9),
-        Column("d", lambda view: str(view.d), drop=8),
-        Column("tokens", lambda view: f"{view.n_tokens} of {view.of_tokens:,}", drop=7),
-        Column("share", lambda view: number(view.share, ".4f"), drop=4),
-        Column("least", lambda view: number(view.least_share, ".4f"), drop=6),
-        Column("in tail", lambda view: number(view.tail_share, ".4f"), drop=5),
-        *several(
-            ["ceiling", *(f"R² {curve}′" for curve in curves)],
-            lambda view: _r2(view, curves),
-            (3, 0, *[1] * (len(curves) - 1)),
-        ),
-    ]
-    over = ", ".join(sorted({view.folds for view in views if view.folds}))
-    caption = [
-        "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative",
-        f"±: half of the 95 % interval, a jackknife over folds by {over}" if over else "no folds, and so no intervals",
-    ]
-
-    def not_covered(view: GradientView) -> str | None:
-        return view.reason and f"{_NOT_COVERED}: {view.site}: {view.reason}"
-
-    return table_of(views, columns, caption=caption, about="gradient", remark=not_covered, named=4)
-
-
-def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
-    r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
-    return [measured(r2[name], view.intervals.get(name), ".4f", half=name != "of_x") for name in r2]
-
-
-def constants_table(views: Sequence[GradientView]) -> TextTable:
-    """Make a table with two lines per site, centre and tail: spread of the terms that DyT and DyISRU hold constant."""
-
-    def steadier(row: tuple[GradientView, str]) -> str:
-        constants = row[0].constants[row[1]] if row[1] else None
-        if constants is None:
-            return ""
-        return _STEADIER[constants.steadier] if constants.n_pairs else NONE
-
-    rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
-    columns: list[Column[tuple[GradientView, str]]] = [
-        names("site", lambda row: row[0].site if row[1] != "tail" else ""),
-        Column("pairs", lambda row: f"{row[0].constants[row[1]].n_pairs:,}" if row[1] else "", drop=3),
-        words("of", lambda row: row[1] or _NOT_COVERED),
-        *several(
-            ("1/rstd", "p84/p16", "√C", "p84/p16", "raw √C"),
-            lambda row: _spreads(row[0].constants[row[1]]) if row[1] else [""] * 5,
-            (0, 0, 0, 0, 2),
-        ),
-        words("steadier for", steadier, 1),
-    ]
-    return table_of(rows, columns, about="gradient")
-
-
-def _spreads(constants: Constants) -> list[str]:
-    of_dyt, of_dyisru = constants.scale, constants.others
-    values = (of_dyt.p50, of_dyt.ratio, of_dyisru.p50, of_dyisru.ratio, constants.C.ratio**0.5)
-    return [number(value, ".4g") for value in values]

@@ -12,18 +12,8 @@ from normscope.curves.known import FREE
 from normscope.errors import count
 from normscope.fits.saturation import MODULE
 from normscope.runtime.files import visible
-from normscope.show.tables.table import (
-    NONE,
-    Column,
-    TextTable,
-    measured,
-    names,
-    number,
-    several,
-    sink_sentence,
-    table_of,
-    words,
-)
+from normscope.show.tables.sinks import sink_sentence
+from normscope.show.tables.table import NONE, Column, TextTable, measured, names, number, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.fits.advice import Advice, Layerwise, StartingValue, TokenSlopes

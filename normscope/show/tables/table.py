@@ -1,15 +1,14 @@
-"""Tables for a terminal: columns declared one by one, a layout for any width, and the short tables."""
+"""Tables for a terminal: columns declared one by one, and a layout for any width."""
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import rich.table
 from rich.cells import cell_len
@@ -17,17 +16,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.containers import Lines
 from rich.text import Text
 
-from normscope.errors import count
 from normscope.runtime.files import visible
-from normscope.show.tables.glossary import DEFINITIONS, TERMS, typed
-from normscope.swaps.inits import published_name
-
-if TYPE_CHECKING:
-    from normscope.curves.known import Curve
-    from normscope.fits.card import NormCard
-    from normscope.fits.curve_fit import CurveFit
-    from normscope.norms.sites import NormSite
-
+from normscope.show.tables.glossary import DEFINITIONS, typed
 
 NONE = "–"
 _LEAST_FOLDED, _MOST_FOLDED = 16, 32  # least width of a column that folds, by its texts' longest part
@@ -249,95 +239,3 @@ def measured(value: float | None, interval: tuple[float, float] | None, form: st
     decimals = min(_MOST_DECIMALS, 1 - math.floor(math.log10(float(f"{width:.1e}"))))
     shown = [f"{round(part, decimals):.{max(decimals, 0)}f}" for part in (value, width)]
     return " ± ".join(shown if half else shown[:1])
-
-
-def layers_table(sites: Sequence[NormSite]) -> TextTable:
-    """Make a table with one line per site; point-wise functions have a curve and α, the median over channels."""
-    functions = any(site.pointwise for site in sites)
-    columns: list[Column[NormSite]] = [
-        Column("", lambda site: str(site.index)),
-        names("site", lambda site: site.name),
-        words("kind", lambda site: site.kind),
-        *several(("f", "α"), _function, shown=functions),
-        words("shape", lambda site: "×".join(map(str, site.normalized_shape)), 1),
-        words("axis", lambda site: str(site.channel_axis), 5),
-        Column("eps", lambda site: f"{site.eps:g}", drop=4),
-        words("affine", lambda site: "yes" if site.affine else "no", 3),
-        words("placement", lambda site: site.placement or NONE, 2),
-        Column("calls", lambda site: str(site.calls), drop=6),
-    ]
-    return table_of(sites, columns)
-
-
-def _function(site: NormSite) -> list[str]:
-    function = site.pointwise
-    return [NONE, NONE] if function is None else [function.curve, f"{statistics.median(function.alpha):.4g}"]
-
-
-def models_table(entries: Sequence[Any]) -> TextTable:
-    """Make a table with one line per model; an entry has name, family, description and source."""
-    columns: list[Column[Any]] = [
-        words("model", lambda entry: entry.name),
-        words("family", lambda entry: entry.family, 2),
-        names("what it is", lambda entry: entry.description),
-        names("weights", lambda entry: entry.source, 1),
-    ]
-    return table_of(entries, columns)
-
-
-def swapped_table(rows: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Make a table with one line per swapped site, with medians over the channels of per-channel curves.
-
-    Args:
-        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2``, ``per_channel``, ``straight``
-            and ``weights_by`` of each; a missing number is None.
-    """
-    straight = any(row["straight"] for row in rows)
-    columns: list[Column[Mapping[str, Any]]] = [
-        names("site", lambda row: row["site"]),
-        words("norm", lambda row: row["norm"], 1),
-        words("replaced by", lambda row: published_name(row["curve"])),
-        Column("A", lambda row: "straight" if row["straight"] else number(row["amplitude"], ".4g")),
-        Column("α", lambda row: NONE if row["straight"] else number(row["alpha"], ".4g")),
-        Column("A·α", lambda row: number(row["amplitude"] * row["alpha"], ".4g") if row["straight"] else "", straight),
-        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
-        Column("R²", lambda row: number(row["r2"], ".4f")),
-    ]
-    caption = ["A, α, s and R² are medians over the channels"] if any(row["per_channel"] for row in rows) else []
-    if any(row["weights_by"] == "gamma" for row in rows):
-        caption.append("pairs weighted by γ², the error that reaches the next layer; `normscope fit` weights all alike")
-    if straight:
-        caption.append(f"straight: {DEFINITIONS[TERMS]['straight']}")
-    return table_of(rows, columns, caption=caption)
-
-
-def curves_table(curves: Sequence[Curve]) -> TextTable:
-    columns: list[Column[Curve]] = [
-        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
-        names("f(u), u = αx + s", lambda curve: curve.formula),
-        names("from", lambda curve: curve.source),
-    ]
-    return table_of(curves, columns)
-
-
-def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
-    """Describe the sink that changes R² most, and the number of further sites with one; None if there is none.
-
-    Of several records of one site, the first counts.
-    """
-    sinks = {record.site: record.sink for record in reversed(records) if record.sink}
-    if not sinks:
-        return None
-
-    def gain(site: str) -> tuple[float, float]:
-        r2, without, share = sinks[site].r2, sinks[site].r2_without, sinks[site].share
-        return (-1.0 if r2 is None or without is None else without - r2), share
-
-    site = max(sinks, key=gain)
-    sink, more = sinks[site], len(sinks) - 1
-    share = f"{sink.share:.0%}" if sink.share < 0.995 else "over 99%"
-    text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"
-    if sink.r2_without is not None:
-        with_it = f"({sink.r2:.3f} with it): --skip {sink.position + 1}"
-        text += f"; without it {sink.curve}'s R² is {sink.r2_without:.3f} {with_it}"
-    return text + (f"; likewise at {count(more, 'further site')}" if more else "")

@@ -13,16 +13,9 @@ from matplotlib.ticker import MaxNLocator
 from normscope.errors import UsageError
 from normscope.show.figures.drift import curve_name
 from normscope.show.figures.panels import outline
-from normscope.show.figures.style import (
-    LEAST_POINTS,
-    FigureOptions,
-    Style,
-    columns_of,
-    inches_of,
-    sheet_of,
-    theme_of,
-    width_of,
-)
+from normscope.show.figures.sheet import columns_of, inches_of, sheet_of
+from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
+from normscope.show.figures.text import width_of
 from normscope.swaps.inits import published_name
 from normscope.tools.bench.reports import FASTER, INCONCLUSIVE, NATIVE, SLOWER, BenchReport, Timing
 from normscope.tools.bench.table import SCOPES, duration

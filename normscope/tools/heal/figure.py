@@ -11,17 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from normscope.show.figures.drift import with_unit
-from normscope.show.figures.style import (
-    LEAST_POINTS,
-    FigureOptions,
-    Style,
-    inches_of,
-    key,
-    scale_where_wide,
-    sheet_of,
-    theme_of,
-    write_at,
-)
+from normscope.show.figures.sheet import inches_of, key, scale_where_wide, sheet_of
+from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
+from normscope.show.figures.text import write_at
 from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
 
 _INCHES = (6.4, 2.7)

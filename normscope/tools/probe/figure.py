@@ -22,24 +22,18 @@ from normscope.errors import DataError, count
 from normscope.pairs.storage import load_capture
 from normscope.pairs.sums.stats import PairStats
 from normscope.show.figures.axes import XAxis, mean_line
-from normscope.show.figures.style import (
+from normscope.show.figures.sheet import (
     MANY_TIMES,
-    NOTE,
-    FigureOptions,
-    Style,
     columns_of,
     draw_guides,
     inches_of,
     key,
-    literal,
     scale_where_wide,
-    shades,
     sheet_of,
     site_labels,
-    tail,
-    theme_of,
-    write_above,
 )
+from normscope.show.figures.style import FigureOptions, Style, shades, theme_of
+from normscope.show.figures.text import NOTE, literal, tail, write_above
 from normscope.show.tables.table import number as written
 from normscope.tools.probe.timeline import Timeline
 

@@ -17,7 +17,7 @@ from normscope.show.figures.scurves import plot
 
 
 def moments_of(x, y):
-    """n, Σx, Σy, … of bins that hold one place of x each."""
+    """n, Σx, Σy, … of bins with a single x each."""
     x, y = torch.as_tensor(x, dtype=torch.float64), torch.as_tensor(y, dtype=torch.float64)
     places, which = x.unique(return_inverse=True)
     rows = [torch.ones_like(x), x, y, x * x, x * y, y * y]

@@ -1,4 +1,4 @@
-"""What the figure of a comparison shows of captures and fits that are made for it."""
+"""Artists of the figure of a comparison against captures and fits."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_each_curve_has_a_column_and_each_number_a_row(pair):
     assert [figure.axes[n].get_ylabel() for n in (0, 2, 4)] == ["α", "slope at 0", "held-out R²"]
 
 
-def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
+def test_the_legend_names_differences_and_the_heading_what_captures_share(pair):
     _, _, figure = pair
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["1  step 1", "2  step 2", "ceiling: held-out R² of the best function of x", "95 % interval"]
@@ -99,7 +99,7 @@ def test_other_networks_share_their_relative_depth():
     assert "placement and relative depth" in figure.get_suptitle()
 
 
-def test_a_panel_without_a_number_says_so():
+def test_a_panel_without_values_is_marked():
     straight = drawn([captured(spread=0), captured(spread=0, scale=2)])[1]
     assert [said(ax) for ax in straight.axes] == [["no α identified"], [], []]
     free = drawn([captured(), captured(scale=2)], "free")[1]
@@ -142,7 +142,7 @@ def test_point_wise_functions_have_a_column_and_a_row_of_saturated_shares():
 
 
 @pytest.mark.parametrize(("n_captures", "message"), [(1, "two or more captures"), (2, "the fits of 1")])
-def test_mistakes_are_said(pair, n_captures, message):
+def test_refusals(pair, n_captures, message):
     captures, fits, _ = pair
     with pytest.raises(UsageError, match=message):
         plot_comparison(captures[:n_captures], fits[:1])

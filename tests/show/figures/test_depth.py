@@ -11,7 +11,10 @@ import normscope
 from normscope.curves.known import BUILT_IN, CURVES
 from normscope.errors import DataError, UsageError
 from normscope.fits.saturation import spread
-from normscope.show.figures.depth import ALPHAS, plot_curves, plot_depth, plot_saturation, plot_tails, shares_of
+from normscope.show.figures.curves import ALPHAS, plot_curves
+from normscope.show.figures.depth import plot_depth
+from normscope.show.figures.saturation import plot_saturation
+from normscope.show.figures.tails import plot_tails, shares_of
 
 
 def noise():
@@ -166,7 +169,7 @@ def test_wide_sites_show_the_largest_channel_of_each_pixel():
     assert [text.get_text() for text in channels.texts] == ["613"]
 
 
-def test_without_a_pair_there_is_nothing_to_draw():
+def test_a_capture_without_pairs_has_no_tails():
     capture = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
     with pytest.raises(DataError, match="No site holds a pair"):
         plot_tails(capture, normscope.norm_cards(capture))
@@ -222,13 +225,6 @@ def test_shares_stand_over_the_depth_a_line_a_kind(functions):
     assert figure.axes[1].get_ylim()[0] == 0
 
 
-def test_labels_name_the_sites_and_always_the_kinds(functions):
-    for labels, tick, kind in (("none", "0", "*.norm1"), ("full", "blocks.0.norm1", "blocks.*.norm1")):
-        figure = plot_saturation(functions, labels=labels)
-        assert figure.axes[1].get_xticklabels()[0].get_text() == tick
-        assert texts(figure)[0] == kind
-
-
 def test_a_function_without_slope_or_spread_is_on_no_logarithmic_axis():
     model = nn.Sequential(normscope.DyT(8, alpha=0.5), normscope.DyT(8, alpha=0.25), normscope.DyT(8, alpha=2.0))
     nn.init.zeros_(model[0].weight)
@@ -241,7 +237,7 @@ def test_a_function_without_slope_or_spread_is_on_no_logarithmic_axis():
     assert point.get_ydata() == [0.5]
 
 
-def test_norms_alone_do_not_saturate(seen):
+def test_a_capture_without_point_wise_functions_is_refused(seen):
     with pytest.raises(DataError, match="no point-wise function"):
         plot_saturation(seen)
 

@@ -1,4 +1,4 @@
-"""What the figure of drift holds is read from its artists, and the tables from their cells."""
+"""Artists of the figure of drift, and cells of its tables, against the reports."""
 
 import io
 import math
@@ -15,7 +15,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.norms.trace import find_norms
 from normscope.show.figures.drift import plot_drift
-from normscope.show.figures.scurves import save_figure
+from normscope.show.figures.sheet import save_figure
 from normscope.show.figures.style import style_named
 from normscope.show.tables.drift import drift_table, parts_table, sites_table
 from normscope.swaps.drift.drift import drift
@@ -99,7 +99,7 @@ def test_each_panel_draws_medians_and_ranges_beside_one_another(reports):
     assert figure.get_suptitle().startswith("net$x_{") and "12 inputs" in figure.get_suptitle()
 
 
-def test_what_coincides_is_told_apart_by_its_ratio_to_the_first(reports):
+def test_ratios_are_relative_to_the_first_swap(reports):
     measured, sites = reports
     ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of DyT · paper"]
     first, *others = (np.array(medians(report.by_site)) for report in measured)
@@ -127,7 +127,7 @@ def test_sites_stand_in_order_with_their_placements(reports, kind, names):
     ("style", "funcs", "curve"),
     [("light", ("rmsnorm", "derf", "dyt"), "tanh"), ("dark", ("free", "mine=x/(1+abs(x))", "identity"), "linear")],
 )
-def test_functions_are_told_apart_by_colour_and_a_curve_keeps_its_own(reports, style, funcs, curve):
+def test_functions_differ_in_colour_and_a_curve_keeps_its_own(reports, style, funcs, curve):
     figure = plot_drift([replace(reports[0][0], func=func) for func in funcs], style=style)
     colours = [handle.get_color() for handle in figure.legends[0].legend_handles[:3]]
     assert len(set(colours)) == 3 and colours[2] == style_named(style).looks()[curve][0]
@@ -141,7 +141,7 @@ def test_panels_without_anything_are_left_out():
     assert len(plot_drift([report]).axes) == 3
 
 
-def test_what_is_not_finite_is_a_cross_and_no_line(reports, tmp_path):
+def test_values_that_are_not_finite_are_crosses(reports, tmp_path):
     worse = spoilt(reports[0][0])
     lost = [replace(row, relative_l2=replace(row.relative_l2, p50=math.inf)) for row in worse.rows]
     rows = [gone if row.site == "norms.1" else row for row, gone in zip(worse.rows, lost, strict=True)]
@@ -159,7 +159,7 @@ def test_identical_norms_are_drawn_on_a_linear_axis():
     assert {ax.get_yscale() for ax in plot_drift([report]).axes} == {"linear"}
 
 
-def test_mistakes_are_said(reports):
+def test_refusals(reports):
     measured, _ = reports
     elsewhere = replace(measured[1], about={**ABOUT, "data": "other"})
     for drifts, message in (([], "no drift to draw"), ([measured[0], elsewhere], "several networks")):
@@ -181,10 +181,10 @@ def test_the_headline_is_a_row_a_swap(reports):
 
 
 @pytest.mark.parametrize(("refit", "alone"), [("neighbours", ""), ("norms", " (functions alone)")])
-def test_what_calibrated_rows_learned_from_is_said(reports, refit, alone):
+def test_inputs_of_calibrated_rows_are_named(reports, refit, alone):
     measured, sites = reports
-    told = DriftCalibration("noise", refit, 36, 12, 0, 0, {})
-    calibrated = replace(measured[0], init="calibrated", calibration=told)
+    calibration = DriftCalibration("noise", refit, 36, 12, 0, 0, {})
+    calibrated = replace(measured[0], init="calibrated", calibration=calibration)
     assert labels(plot_drift([measured[0], calibrated], sites))[:2] == [
         *("DyT · paper", f"DyT · calibrated{alone} on 48 other samples")
     ]
@@ -195,7 +195,7 @@ def test_what_calibrated_rows_learned_from_is_said(reports, refit, alone):
     assert "calibrated" not in text_of(drift_table(measured)) + text_of(sites_table(measured))
 
 
-def test_what_is_not_finite_is_said_in_the_table(reports):
+def test_values_that_are_not_finite_are_counted_in_the_table(reports):
     table = drift_table([spoilt(reports[0][0]), reports[0][1]])
     assert [row[-1] for row in cells(table)] == ["2 of 12", ""]
     assert cells(table)[0][5] == "∞" and cells(table)[0][7] == "NaN"

@@ -1,4 +1,4 @@
-"""What the gradient figure holds is read from its artists."""
+"""Artists of the gradient figure against autograd and the raw pairs."""
 
 import matplotlib.colors
 import matplotlib.text
@@ -13,7 +13,7 @@ from torch.func import jacrev, vmap
 import normscope
 from normscope.fits.gradient import drawn_jacobians, gradient
 from normscope.show.figures.gradient import plot_gradient
-from normscope.show.figures.scurves import save_figure
+from normscope.show.figures.sheet import save_figure
 from normscope.show.figures.style import STYLES
 
 NAMES = ("layer", "group", "rms")
@@ -114,7 +114,7 @@ def test_the_mean_is_that_of_all_pairs(figure, seen, inputs):
     assert off(seen.stats["layer"].tokens.x) > 0.06
 
 
-def test_what_is_held_constant_is_drawn_by_x(figure, seen):
+def test_terms_that_curves_hold_constant_are_drawn_by_x(figure, seen):
     _, below = panels(figure, 0)
     assert (below.get_xscale(), below.get_yscale()) == ("log", "log")
     drawn = drawn_jacobians(seen.sites[0], seen.stats["layer"])
@@ -131,7 +131,7 @@ def said(figure):
     return " ".join(" ".join(texts).split())
 
 
-def test_the_figure_says_what_it_shows_in_a_legend_whose_entries_all_differ(figure):
+def test_legend_entries_all_differ(figure):
     assert all(part in said(figure) for part in ("odd$name_{", "random weights, seed 0", "noise & <more>"))
     [legend] = figure.legends
     looks = {(handle.get_color(), handle.get_linestyle(), handle.get_lw()) for handle in legend.legend_handles}

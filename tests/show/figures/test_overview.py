@@ -1,4 +1,4 @@
-"""What the overview holds is read from its artists; its files from outside."""
+"""Artists of the overview, and its files."""
 
 import html
 import json
@@ -14,7 +14,8 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.norms.sites import NormSite
-from normscope.show.figures.scurves import overview, plot, save_figure
+from normscope.show.figures.scurves import overview, plot
+from normscope.show.figures.sheet import save_figure
 from normscope.show.figures.style import STYLES
 
 SHOWN = (0, 3, 4, 7)  # of eight, norm1 and norm2 by turns
@@ -94,7 +95,7 @@ def test_a_compact_plot_is_the_overview_of_one_model(seen, fits):
     assert not any(panels(plot(seen[0], fits[0], compact=True, labels="none"))[0][0].get_title(loc="left"))
 
 
-def test_parts_of_the_data_are_told_apart():
+def test_parts_of_the_data_are_named():
     seen = [capture_of(["norm"], model="net", part=f"timestep {t}", weights="w") for t in (980, 0)]
     names = [row[0].get_ylabel().split("\n")[0] for row in panels(overview(seen))]
     assert names == ["net · timestep 980", "net · timestep 0"]
@@ -125,7 +126,7 @@ def test_fewer_than_four_sites_make_fewer_panels():
     assert alone.get_figwidth() == 3.5
 
 
-def test_what_is_no_fit_is_said_so():
+def test_sites_without_a_fit_are_marked():
     empty, constant, far = (capture_of(["norm"], scale=scale) for scale in (math.nan, 0.0, 1e9))
     found = normscope.fit(far, "tanh")
     assert not found[0].converged
@@ -136,7 +137,7 @@ def test_what_is_no_fit_is_said_so():
     r2 = found[0].r2 if found[0].r2_cv is None else found[0].r2_cv
     assert [words(ax) for ax in rows] == [
         *(["nothing to fit"], ["nothing to fit"]),
-        *([f"tanh {r2:.3f}", "not converged"], []),
+        *([f"tanh {r2:.3f}".replace("0.", "."), "not converged"], []),
     ]
     assert not rows[0].images and rows[-1].images
     assert "0 pairs a panel" in foot(figure)
@@ -152,7 +153,7 @@ def test_odd_names_are_written_as_they_are():
     assert not any(text.get_parse_math() for text in written)
 
 
-def test_mistakes_are_refused(seen, fits):
+def test_refusals(seen, fits):
     with pytest.raises(UsageError, match="2 captures, but the fits of 1"):
         overview(seen, fits[:1])
     with pytest.raises(UsageError, match="no capture to draw"):
@@ -173,7 +174,7 @@ def test_its_file_names_every_model_weights_and_versions(figure, seen, tmp_path)
 
 
 @pytest.mark.parametrize("drawn", [plot, lambda seen: overview([seen])], ids=["plot", "overview"])
-def test_what_nothing_bounds_has_no_bound(monkeypatch, drawn):
+def test_a_norm_without_a_bound_has_no_dotted_line(monkeypatch, drawn):
     seen, of = capture_of(["bounded", "unbounded"]), NormSite.bound.fget
     monkeypatch.setattr(NormSite, "bound", property(lambda site: math.inf if site.name == "unbounded" else of(site)))
     axes = [ax for ax in drawn(seen).axes if ax.get_visible()]

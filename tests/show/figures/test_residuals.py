@@ -14,7 +14,7 @@ from torch import nn
 
 import normscope
 from normscope.fits.curve_fit import CurveFit
-from normscope.show.figures.panels import residuals
+from normscope.show.figures.panel_data import residuals
 from normscope.show.figures.scurves import plot
 from normscope.show.figures.style import STYLES
 
@@ -92,7 +92,7 @@ def test_residuals_are_the_mean_of_what_is_left_of_the_raw_pairs(tokens, seen, f
             assert abs(off[group]) < 0.2
 
 
-def test_groups_hold_enough_pairs_and_no_more_of_x_than_they_may(seen):
+def test_groups_contain_enough_pairs_within_their_width(seen):
     moments = seen.stats["norm"].moments
     one_pair = residuals(moments, (), width=0.25, least_count=1)
     assert (np.diff(np.floor(one_pair.x / 0.25)) >= 1).all()
@@ -118,7 +118,7 @@ def test_the_band_is_as_wide_as_means_of_so_many_folds_spread(counts):
     assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(pooled.std(), rel=0.06)
 
 
-def test_where_one_fold_alone_holds_pairs_there_is_no_band():
+def test_groups_of_a_single_fold_have_no_band():
     moments = torch.zeros(3, 6, 2, dtype=torch.float64)
     moments[:, 0] = torch.tensor([[200.0, 200.0], [0, 200], [0, 200]])
     moments[:, 1] = moments[:, 0] * torch.tensor([-1.0, 1.0])
@@ -148,7 +148,7 @@ def test_the_row_shows_every_curve_over_the_band_within_its_own_limits(seen, fit
     assert "±2 standard errors of E[y|x], folds by source" in texts(figure)
 
 
-def test_it_is_no_row_unless_asked_for_and_alone_says_nothing_of_bounds(seen, fits):
+def test_residuals_are_an_optional_row_without_bounds(seen, fits):
     assert "E[y|x] − fit" not in texts(plot(seen, fits))
     alone = texts(plot(seen, fits, rows="residual"))
     assert "E[y|x] − fit" in alone
@@ -157,7 +157,7 @@ def test_it_is_no_row_unless_asked_for_and_alone_says_nothing_of_bounds(seen, fi
 
 
 @pytest.mark.parametrize("case", ["no folds", "no fits", "constant", "no pairs"])
-def test_what_has_no_residual_is_drawn_without(case, recwarn):
+def test_sites_without_residuals_are_drawn(case, recwarn):
     x = torch.randn(1 if case == "no folds" else 4, 40, 8, generator=torch.Generator().manual_seed(0))
     seen = capture_of(x * {"constant": 0.0, "no pairs": math.nan}.get(case, 1.0))
     fits = [] if case == "no fits" else normscope.fit(seen)

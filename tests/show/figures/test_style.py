@@ -7,8 +7,8 @@ import matplotlib.colors
 import numpy as np
 import pytest
 
-from normscope.show.figures.depth import plot_curves
-from normscope.show.figures.scurves import save_figure
+from normscope.show.figures.curves import plot_curves
+from normscope.show.figures.sheet import save_figure
 from normscope.show.figures.style import STYLES
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0: what is left of linear RGB.

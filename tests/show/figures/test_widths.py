@@ -1,4 +1,4 @@
-"""What a paper asks of every figure: a width, letters that can be read, nothing over anything else, whole fonts."""
+"""Requirements of papers on every figure: its width, readable letters, no overlaps, whole fonts."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import normscope
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
-from normscope.show.figures.scurves import save_figure
+from normscope.show.figures.sheet import save_figure
 from normscope.show.figures.style import STYLES
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.drift.reports import KeepReport, KeepStep
@@ -157,9 +157,7 @@ def drawn(seen, fits, drifts, speed, functions):
     both = [seen, other], [fits, normscope.fit(other, "tanh,isru")]
     return {
         "plot": lambda **look: normscope.plot(seen, fits, rows=rows, **look),
-        "plot --share-axes": lambda **look: normscope.plot(seen, fits, rows=rows, share_axes=True, **look),
         "overview": lambda **look: normscope.figures.overview(*both, **look),
-        "overview --share-axes": lambda **look: normscope.figures.overview(*both, share_axes=True, **look),
         "fit --plot": lambda **look: normscope.figures.plot_depth(seen, fits, **look),
         "stats --plot": lambda **look: normscope.figures.plot_tails(seen, normscope.norm_cards(seen), **look),
         "stats --plot, functions": lambda **look: normscope.figures.plot_saturation(functions[0], **look),
@@ -180,12 +178,21 @@ def drawn(seen, fits, drifts, speed, functions):
 
 
 FIGURES = (
-    *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
-    *("gradient", "compare", "drift", "keep", "heal", "speed"),
-    *("stats --plot, functions", "compare, functions", "plot, functions", "timeline", "timeline, S-curves"),
+    *(
+        "plot",
+        "overview",
+        "fit --plot",
+        "stats --plot",
+        "curves",
+        "gradient",
+        "compare",
+        "drift",
+        "keep",
+        "heal",
+        "speed",
+    ),
+    *("stats --plot, functions", "compare, functions", "plot, functions", "timeline", "timeline, S-curves", "speed"),
 )
-TWICE = ("plot --share-axes", "overview --share-axes")  # which look like those without it
-ONCE = [name for name in FIGURES if name not in TWICE]
 
 
 def within(axes):
@@ -213,12 +220,15 @@ def said(figure):
     return " ".join(text.get_text() for text in written(figure)).replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TWICE else name for name in FIGURES]
-)
+@pytest.mark.parametrize("name", FIGURES)
 def test_every_letter_can_be_read_in_one_column(drawn, name):
-    figure = drawn[name](width=ONE_COLUMN, title="Figure $1_{")
+    with pytest.raises(UsageError, match="cannot be 1 inches wide"):
+        drawn[name](width=1)
+    with pytest.raises(UsageError, match="no style 'drak'"):
+        drawn[name](style="drak")
+    figure = drawn[name](width=ONE_COLUMN, title="Figure $1_{", style="dark")
     assert figure.get_figwidth() == ONE_COLUMN
+    assert to_hex(figure.get_facecolor()) == STYLES["dark"].background.lower()
     check_letters(figure)
     assert figure.get_suptitle() == "Figure $1_{"
     assert "a_net" not in said(figure) or name.startswith("overview")  # where it is the name of a row
@@ -226,30 +236,20 @@ def test_every_letter_can_be_read_in_one_column(drawn, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("name", FIGURES)
 def test_every_letter_can_be_read_at_the_usual_width_with_its_usual_title(drawn, name):
     check_letters(drawn[name]())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ONCE)
-def test_without_a_title_letters_can_be_read_and_pdfs_hold_whole_fonts(drawn, name, tmp_path):
-    figure = drawn[name](width=NEURIPS, title="none")
+@pytest.mark.parametrize("name", FIGURES)
+def test_full_labels_can_be_read_beside_a_caption_and_pdfs_embed_whole_fonts(drawn, name, tmp_path):
+    figure = drawn[name](width=NEURIPS, labels="full", font="DejaVu Serif", caption="txt", title="none")
     check_letters(figure)
-    assert figure.get_suptitle() == ""
-    assert "noise & <more>" not in said(figure)
-    assert "random init" in said(figure) or name == "curves"  # in every output
+    assert figure.get_suptitle() == "" and "weights:" not in said(figure)
+    assert "noise & <more>" in figure.caption[1] or name == "curves"
     content = save_figure(figure, tmp_path / "figure.pdf", {}, dpi=40).read_bytes()
     assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONCE)
-def test_full_labels_can_be_read_and_a_caption_stands_beside_the_figure(drawn, name):
-    figure = drawn[name](width=NEURIPS, labels="full", font="DejaVu Serif", caption="txt")
-    check_letters(figure)
-    assert "weights:" not in said(figure)
-    assert "noise & <more>" in figure.caption[1] or name == "curves"
 
 
 def check_letters(figure):
@@ -287,15 +287,3 @@ def overlapping(boxes):
     # The box of a line holds room for ascenders and descenders that its neighbour's letters may reach into.
     pairs = np.argwhere(np.triu((shared > 2.5).all(-1), k=1))
     return [(boxes[one][0], boxes[other][0]) for one, other in pairs]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_widths_and_styles(drawn, name):
-    with pytest.raises(UsageError, match="cannot be 1 inches wide"):
-        drawn[name](width=1)
-    with pytest.raises(UsageError, match="no style 'drak'"):
-        drawn[name](style="drak")
-    if name not in TWICE:
-        figure = drawn[name](style="dark")
-        assert to_hex(figure.get_facecolor()) == STYLES["dark"].background.lower()
-        check_contrast(figure)

@@ -3,11 +3,11 @@
 import math
 
 from normscope.show.tables.drift import quality_table
-from normscope.show.tables.table import swapped_table
+from normscope.show.tables.sites import swapped_table
 from normscope.swaps.reports import Quality, Score
 
 
-def told(name, scores, higher_is_better=True, over="64 labelled samples"):
+def quality_of(name, scores, higher_is_better=True, over="64 labelled samples"):
     own = {network: score if isinstance(score, Score) else Score(score) for network, score in scores.items()}
     return Quality(name, higher_is_better, 64, over, own)
 
@@ -20,7 +20,7 @@ def test_a_row_a_network_with_intervals_where_there_are_some():
     scores = {"original": Score(1.0, (0.943, 1.0)), "swapped": Score(0.5, (0.381, 0.619))}
     other = scores | {"swapped": Score(0.25, (0.16, 0.368))}
     table = quality_table(
-        {("dyt", "fit"): told("top-1 accuracy", scores), ("rmsnorm", ""): told("top-1 accuracy", other)}
+        {("dyt", "fit"): quality_of("top-1 accuracy", scores), ("rmsnorm", ""): quality_of("top-1 accuracy", other)}
     )
     assert columns(table) == {
         "norms": ["original", "DyT", "rmsnorm"],
@@ -31,8 +31,8 @@ def test_a_row_a_network_with_intervals_where_there_are_some():
     assert table.caption == "64 labelled samples · higher is better · 95 %: Wilson's interval"
 
 
-def test_what_was_healed_and_what_is_infinite():
-    quality = told(
+def test_healed_networks_and_infinite_values():
+    quality = quality_of(
         "perplexity", {"original": 29.371, "swapped": math.inf, "healed": 41.0}, False, "9 tokens of 2 texts"
     )
     table = quality_table({("dyisru", "fit"): quality})
@@ -45,9 +45,11 @@ def test_what_was_healed_and_what_is_infinite():
 
 
 def test_a_function_of_ones_own_and_a_correlation_that_is_none():
-    own = quality_table({("dyt", "fit"): told("brightness", {"original": 0.5, "swapped": -0.25}, None, "")})
+    own = quality_table({("dyt", "fit"): quality_of("brightness", {"original": 0.5, "swapped": -0.25}, None, "")})
     assert columns(own)["brightness"] == ["0.50000", "-0.25000"] and own.caption == "a function of your own"
-    none = quality_table({("dyt", "fit"): told("Spearman's rank correlation", {"original": 0.5, "swapped": math.nan})})
+    none = quality_table(
+        {("dyt", "fit"): quality_of("Spearman's rank correlation", {"original": 0.5, "swapped": math.nan})}
+    )
     assert columns(none)["Spearman's rank correlation"] == ["0.50000", "–"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from normscope.show.tables.glossary import DEFINITIONS
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_glossary.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_glossary.py"
 
 
 def test_the_page_is_current():

@@ -1,4 +1,4 @@
-"""What a notebook shows of a record is what the command line prints of it."""
+"""Tables and representations of records in a notebook."""
 
 import csv
 import io
@@ -72,7 +72,7 @@ class Cells(HTMLParser):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_and_html_hold_the_same(records, kind):
+def test_text_and_html_contain_the_same_and_reprs_are_a_line(records, kind):
     text = repr(records[kind].table())
     reader = Cells()
     reader.feed(records[kind]._repr_html_())
@@ -80,15 +80,11 @@ def test_text_and_html_hold_the_same(records, kind):
     words = re.sub(r"\s+", " ", text)
     missing = [cell for cell in reader.cells if cell and re.sub(r"\s+", " ", cell.strip()) not in words]
     assert missing == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reprs_are_a_line(records, kind):
     for record in [records[kind], *(records[kind] if isinstance(records[kind], list) else [])]:
         assert len(repr(record)) < 200 and "\n" not in repr(record)
 
 
-def test_what_a_swap_costs_stands_below_its_drift(network, records):
+def test_quality_is_below_the_drift(network, records):
     scores = records["a drift"].quality.scores
     text = repr(records["a drift"].table())
     assert f"{scores['original'].value:.1%}" in text and f"{scores['swapped'].value:.1%}" in text
@@ -98,7 +94,7 @@ def test_a_single_card_is_shown_whole(records):
     assert repr(records["cards"][0].table()) != repr(records["cards"].table())
 
 
-def test_what_is_said_of_them(network, seen, fits):
+def test_representations(network, seen, fits):
     assert repr(seen) == "Capture demo_vit: 3 sites, 8 samples, 8,192 pairs each"
     assert repr(fits) == "9 CurveFits: 3 sites × 3 curves"
     tanh = fits[0]
@@ -146,7 +142,7 @@ def test_no_name_reaches_html_as_html():
     assert "<script>" not in html and "<script>alert(1)</script>[red]" in unescape(html)
 
 
-def test_what_has_no_table():
+def test_refusals():
     for nothing, sentence in (([], "no record"), ([object()], "no table of a object")):
         with pytest.raises(UsageError, match=sentence):
             normscope.table(nothing)

@@ -1,0 +1,283 @@
+"""The frame of every figure: size, title, panels, legend, and lines of text below; and its file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from normscope.errors import UsageError, unknown
+from normscope.norms.sites import short_names
+from normscope.pairs.captures import Capture
+from normscope.runtime.files import whole_file
+from normscope.show.figures.style import FULL, HANDLE_LENGTH, SHORT, FigureOptions, Style
+from normscope.show.figures.text import NOTE, literal, width_of, wrapped
+from normscope.show.tables.markup import latex
+
+NONE = "none"
+FORMATS = ("png", "svg", "pdf")
+_LEAST_DPI = 300  # of the points within a vector graphic
+MANY_TIMES = 4  # between the values of a logarithmic axis, at least
+_LEGEND, _TITLE = FontProperties(size=6.5), FontProperties(size=7.5)
+_DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
+
+
+class Sheet(Figure):
+    """A figure, and the text for a file beside it.
+
+    Attributes:
+        caption: suffix and text of that file; None for no file.
+        math: matplotlib parameters of formulas, which matplotlib reads again when it draws.
+        origin: model, weights, data, versions and seed of what is drawn, as JSON.
+    """
+
+    caption: tuple[str, str] | None = None
+    math: dict[Any, Any]
+    origin: Any
+
+    def draw(self, renderer: Any) -> None:
+        with matplotlib.rc_context(self.math):
+            super().draw(renderer)
+
+
+@contextlib.contextmanager
+def sheet_of(
+    options: FigureOptions,
+    style: Style,
+    width: float,
+    height: float,
+    about: Mapping[str, str],
+    *,
+    detail: str = "",
+    foot: Sequence[str] = (),
+    handles: Sequence[Artist] = (),
+    names: Sequence[str] = ("weights", "data"),
+    **layout: Any,
+) -> Iterator[Sheet]:
+    """Make a figure with a title above its panels, and a legend and lines of text below; nothing overlaps.
+
+    The style's parameters apply while its panels are drawn.
+
+    Args:
+        options: of the user, including title and caption: with a caption,
+            :func:`normscope.figures.save_figure` writes the foot beside the figure.
+        style: of the figure.
+        width: in inches.
+        height: of its panels, in inches; title, legend and foot add to it.
+        about: of the network.
+        detail: in the default title, after the network's name.
+        foot: sentences above the line of weights and data, each on a line of its own.
+        handles: of the legend; long labels are wrapped.
+        names: entries of ``about`` in the last line.
+        layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
+    """
+    title, caption = options.get("title"), options.get("caption")
+    usual = heading({**about, "part": " · ".join(filter(None, (about.get("part"), untrained(about))))}, detail)
+    above, origin = title_and_foot(title, usual, about, names)
+    with matplotlib.rc_context(style.rc()):
+        head = wrapped(above, width - 0.2, _TITLE)
+        lines = [] if caption else [line for text in (*foot, origin) for line in wrapped(text, width - 0.2)]
+        figure = Sheet(figsize=(width, height))
+        figure.math, figure.origin = style.math(), dict(about)
+        if caption:
+            first, last = title_and_foot(None if title == NONE else title, usual, about, names)
+            texts = (first, *foot, f"{last[:1].upper()}{last[1:]}")
+            figure.caption = caption, " ".join(f"{text}." for text in texts if text)
+        below = 0.04 + 0.12 * len(lines) if lines else 0.0
+        legend = _legend(figure, handles)
+        legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
+        whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
+        figure.set_size_inches(width, whole)
+        if head:
+            figure.suptitle("\n".join(head), fontproperties=_TITLE, parse_math=False)
+        if lines:
+            look: dict[str, Any] = {"ha": "center", "va": "bottom", "color": style.faint, "fontproperties": NOTE}
+            figure.text(0.5, 0.03 / whole, "\n".join(lines), parse_math=False, **look)
+        if legend:
+            legend.set_bbox_to_anchor((0.5, below / whole))
+        below = (below + legend_inches) / whole
+        figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
+        yield figure
+        if style.fonts != Style.fonts:
+            _set_fonts(figure, style)
+
+
+def _set_fonts(figure: Figure, style: Style) -> None:
+    """Set the fonts of all letters, which are drawn where the style's parameters no longer apply."""
+    for artist in figure.findobj():
+        if isinstance(artist, Text):
+            artist.set_fontfamily(style.fonts)
+            artist.set_math_fontfamily("custom")
+        elif isinstance(artist, Axes):
+            artist.tick_params(which="both", labelfontfamily=style.fonts)
+
+
+def _legend(figure: Figure, handles: Sequence[Artist]) -> Legend | None:
+    """Put a legend with as many columns as fit at the lower edge of a figure; labels wider than that are wrapped."""
+    width = figure.get_figwidth()
+    room = width - (HANDLE_LENGTH + 1.6) * _LEGEND.get_size_in_points() / 72
+    for handle in handles:
+        text = str(handle.get_label()).replace(r"\$", "$")
+        if width_of(text, _LEGEND) > room:
+            handle.set_label("\n".join(wrapped(text, room, _LEGEND)).replace("$", r"\$"))
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.2, "prop": _LEGEND}
+    for columns in range(len(handles), 0, -1):
+        legend = figure.legend(handles=handles, ncols=columns, **place)
+        if columns == 1 or legend.get_window_extent().width <= width * figure.dpi:
+            legend.set_in_layout(False)  # the rectangle of the layout leaves room for it
+            return legend
+        legend.remove()
+    return None
+
+
+def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
+    """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
+    return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)
+
+
+def heading(about: Mapping[str, str], samples: str = "") -> str:
+    """Return a figure's title: the network, and the part of its data if there is one."""
+    return " · ".join(part for part in (about.get("model"), about.get("part"), samples) if part)
+
+
+def untrained(about: Mapping[str, str]) -> str:
+    return "random weights" if "random" in about.get("weights", "").lower() else ""
+
+
+def title_and_foot(
+    title: str | None, usual: str, about: Mapping[str, str], names: Sequence[str] = ("weights", "data")
+) -> tuple[str, str]:
+    """Return a figure's title, and the line of weights and data below it.
+
+    By default the usual title, and weights and data below; ``none`` leaves out both, but never that weights are random.
+
+    >>> title_and_foot("none", "net", {"weights": "w", "data": "d"})
+    ('', '')
+    >>> title_and_foot("none", "net", {"weights": "random weights", "data": "d"})
+    ('', 'random weights')
+    """
+    if title == NONE:
+        weights = without_digest(about.get("weights", ""))
+        return "", weights if "random" in weights.lower() or "made" in weights.lower() else ""
+    foot = " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
+    return usual if title is None else title, foot
+
+
+def without_digest(text: str) -> str:
+    """Remove the digest of a file, which the figure's metadata contain.
+
+    >>> without_digest("embedded net (trained on digits, sha256 0123456789ab)"), without_digest("net (sha256 01ab)")
+    ('embedded net (trained on digits)', 'net')
+    """
+    return _DIGEST.sub("", text)
+
+
+def inches_of(width: float | None, usual: float) -> float:
+    """Return a figure's width in inches, the default if None was asked for; UsageError if it is out of range."""
+    if width is not None and not 2 <= width <= 100:
+        raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
+    return width or usual
+
+
+def columns_of(options: FigureOptions, panels: int, least_inches: float, most: int) -> int:
+    """Return the number of columns with room for each panel, as even over the rows as possible.
+
+    >>> [columns_of({"width": 9.5}, panels, 2.3, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
+    [1, 2, 3, 4, 3, 3, 4, 4]
+    """
+    fitting = max(1, int(min(most, ((options.get("width") or math.inf) - 0.3) / least_inches)))
+    return math.ceil(panels / math.ceil(panels / fitting))
+
+
+def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
+    """Return the label of each site: its short name or path, or with ``none`` its number in the list."""
+    names = list(paths)
+    labels = options.get("labels", SHORT)
+    if labels == FULL:
+        return dict(zip(names, names, strict=True))
+    return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}
+
+
+def scale_by_factors(ax: Axes) -> None:
+    """Make the axis of y logarithmic, with plain numbers beside it."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def scale_where_wide(ax: Axes) -> bool:
+    """Make the axis of y logarithmic if its values are many times one another; return whether it was."""
+    low, high = ax.dataLim.y0, ax.dataLim.y1
+    wide = bool(0 < MANY_TIMES * low < high < math.inf)
+    if wide:
+        scale_by_factors(ax)
+    return wide
+
+
+def draw_guides(ax: Axes, style: Style) -> None:
+    """Draw faint lines behind a panel at the ticks of y."""
+    ax.grid(axis="y", color=style.faint, alpha=0.25, lw=0.5)
+
+
+def save_figure(figure: Figure, path: str | Path, shown: Any = None, dpi: int = 200) -> Path:
+    """Write a figure to a file whose suffix is its format, with its provenance in the metadata, and its caption beside.
+
+    Args:
+        figure: what :func:`normscope.plot`, :func:`normscope.figures.overview` or another of them drew.
+        path: of the file.
+        shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
+            other JSON; by default what the figure was drawn from.
+        dpi: dots per inch; of the points within svg and pdf at least 300.
+
+    Returns:
+        The path.
+
+    Raises:
+        UsageError: if the suffix is not one of png, svg and pdf, or if it cannot be written there.
+    """
+    path = Path(path)
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in FORMATS:
+        raise UsageError(unknown("figure format", kind, FORMATS))
+    text = json.dumps(getattr(figure, "origin", {}) if shown is None else origin_of(shown))
+    dpi = dpi if kind == "png" else max(dpi, _LEAST_DPI)
+    key = "Subject" if kind == "pdf" else "Description"
+    dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}),
+        matplotlib.rc_context(figure.math if isinstance(figure, Sheet) else {}),
+    ):
+        figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
+    with whole_file(path) as partial:
+        partial.write_bytes(drawn.getvalue())
+    if isinstance(figure, Sheet) and figure.caption:
+        suffix, caption = figure.caption
+        written = f"\\caption{{{latex(caption)}}}" if suffix == "tex" else caption
+        with whole_file(path.with_suffix(f".{suffix}")) as partial:
+            partial.write_text(f"{written}\n", encoding="utf-8")
+    return path
+
+
+def origin_of(shown: Any) -> Any:
+    """Return the provenance of captures as JSON, and anything else unchanged."""
+    if isinstance(shown, Capture):
+        return {**shown.about, "versions": dict(shown.versions), "seed": shown.seed}
+    return [origin_of(capture) for capture in shown] if isinstance(shown, (list, tuple)) else shown

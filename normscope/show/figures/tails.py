@@ -1,0 +1,141 @@
+"""Channels' shares of Σx² over the depth, and the positions of the tokens of largest |x|."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+from numpy.typing import NDArray
+
+from normscope.errors import DataError, count
+from normscope.fits.card import NormCard
+from normscope.pairs.captures import Capture
+from normscope.pairs.sums.sampling import LARGEST_TOKENS
+from normscope.show.figures.sheet import draw_guides, inches_of, key, sheet_of, site_labels
+from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
+from normscope.show.figures.text import name_sites, names_inches, write_at
+
+Array = NDArray[np.float64]
+_SITE_INCHES, _LEAST_INCHES, _MAP_INCHES = 0.16, 4.6, 2.0
+_SIDES_INCHES = 0.9  # of a figure's width, beside the maps
+_ROWS = 200  # of pixels at most, each the largest of its channels
+_NAMED = 6  # channels or positions beside a map
+_TIMES = 10.0  # the share that channels alike would have: from there on a channel is named
+_DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
+_COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
+_MASSIVE = "×: massive activations, |x| beyond 100 and 1000 times the median"
+_SETS_SIGMA = "○: sets σ, and produces little output: its share of Σ(γy)² is under a tenth of that of Σx²"
+
+
+def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[FigureOptions]) -> Figure:
+    """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
+
+    Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
+    times as much as they would if all were alike are named at the right. Below, dots whose area is the number of the 16
+    tokens of largest |x| at each position within their samples. A cross marks a site with massive activations (|x|
+    beyond 100 and beyond 1000 times the median, arXiv 2402.17762). A ring marks a leading channel whose share of
+    Σ(γy)² is under a tenth of its share of Σx²: it sets σ, and hardly any output. Of networks whose widths differ, each
+    column goes to its site's number of channels.
+
+    Args:
+        capture: what :func:`normscope.capture` returned.
+        cards: what :func:`normscope.norm_cards` made of it.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
+
+    Raises:
+        DataError: if no site has pairs.
+        UsageError: if an option is not valid.
+    """
+    theme = theme_of(options)
+    sites = [site.name for site in capture.sites if capture.stats[site.name].n_pairs]
+    if not sites:
+        raise DataError("No site holds a pair, so that there are no tails to draw.")
+    by_site = {card.site: card.tails for card in cards if card.tails is not None}
+    tails = {number: by_site[site] for number, site in enumerate(sites) if site in by_site}
+    massive = [number for number, site_tails in tails.items() if site_tails.massive]
+    rings = [
+        (number, channel.channel)
+        for number, site_tails in tails.items()
+        for channel in site_tails.channels
+        if channel.of_output is not None and channel.of_output < channel.share / 10
+    ]
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
+    most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
+    dot: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
+    handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **dot) for n in _COUNTS]
+    foot = [text for text, marked in ((_MASSIVE, massive), (_SETS_SIGMA, rings)) if marked]
+    names = list(site_labels(sites, options).values())
+    height, samples = 0.6 + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
+        channels, tokens = figure.subplots(2, 1, sharex=True)
+        _draw_channels(channels, [shares_of(capture, site) for site in sites], theme)
+        channels.scatter(*np.array(rings, int).reshape(-1, 2).T, 40, "none", edgecolors=theme.ink, clip_on=False)
+        for number in massive:
+            write_at(channels, "×", (number, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
+        _draw_positions(
+            tokens, {number: dict(site_tails.positions) for number, site_tails in tails.items()}, most, theme
+        )
+        name_sites(tokens, names, inches - _SIDES_INCHES)
+        tokens.set_xlim(-0.5, len(sites) - 0.5)
+    return figure
+
+
+def shares_of(capture: Capture, site: str) -> Array:
+    """Return each channel's share of Σx² at a site, float64 ``(d,)``."""
+    squares: Array = capture.stats[site].channel_sums[1].double().numpy()
+    return squares / squares.sum() if squares.sum() > 0 else np.zeros_like(squares)
+
+
+def _draw_channels(ax: Axes, shares: Sequence[Array], theme: Style) -> None:
+    widest = max(map(len, shares))
+    pooled = math.ceil(widest / _ROWS)  # channels in a row of pixels
+    rows = math.ceil(widest / pooled)
+    image = np.full((rows, len(shares)), np.nan)
+    peaks: dict[int, float] = {}
+    for column, share in enumerate(shares):
+        largest = np.maximum.reduceat(share, np.arange(0, len(share), pooled))
+        image[: len(largest), column] = 100 * largest
+        for channel in map(int, np.flatnonzero(share > _TIMES / len(share))):
+            peaks[channel] = max(peaks.get(channel, 0.0), float(share[channel]))
+    shown = np.ma.masked_where(~(image > 0), image)
+    top = float(shown.max()) if shown.count() else 100.0
+    norm = LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 10.0, top)
+    look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
+    drawn = ax.imshow(shown, extent=(-0.5, len(shares) - 0.5, -0.5, rows * pooled - 0.5), norm=norm, **look)
+    ticks = LogLocator(subs=(1, 3))
+    bar = ax.figure.colorbar(drawn, ax=ax, location="top", aspect=60, pad=0.03, ticks=ticks, format="{x:g}")
+    bar.set_label("share of Σx² at the site [%]")
+    bar.minorticks_off()
+    ax.set_ylabel("channel")
+    _name_rows(ax, peaks, rows * pooled, theme)
+
+
+def _draw_positions(ax: Axes, positions: Mapping[int, Mapping[int, int]], most: float, theme: Style) -> None:
+    """Draw a dot for the tokens at each position of each site, ``most`` points wide if it has all of the site's."""
+    dots = [(site, position, n) for site, counts in positions.items() for position, n in counts.items()]
+    totals = Counter[int]()
+    for _, position, n in dots:
+        totals[position] += n
+    sites, at, counts = np.array(dots, int).reshape(-1, 3).T
+    ax.scatter(sites, at, most**2 * counts / LARGEST_TOKENS, theme.ink, lw=0)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_ylabel("position of the tokens\nof largest |x|")
+    draw_guides(ax, theme)
+    _name_rows(ax, totals, max(totals, default=0) + 1, theme)
+
+
+def _name_rows(ax: Axes, weights: Mapping[int, float], top: int, theme: Style) -> None:
+    """Write numbers of rows at the right edge, the weightiest first, where none would run into another."""
+    named: list[int] = []
+    for number in sorted(weights, key=lambda number: -weights[number])[:_NAMED]:
+        if all(abs(number - above) > 0.05 * top for above in named):
+            named.append(number)
+            look = {"va": "center", "fontsize": LEAST_POINTS, "color": theme.ink}
+            write_at(ax, f"{number}", (1, number), (3, 0), ("axes fraction", "data"), **look)

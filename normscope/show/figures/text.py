@@ -1,0 +1,129 @@
+"""Texts of figures: their widths, names of sites, and coloured words above panels."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextToPath
+
+from normscope.runtime.files import visible
+from normscope.show.figures.style import LEAST_POINTS, readable
+
+Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
+
+LINE_POINTS = 7.6
+NOTE = FontProperties(size=LEAST_POINTS)
+_MOST_LINES, _MOST_LETTERS = 3, 1000
+_NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # length and height of a site's name, which stands upright
+_HINTING = 1.12  # letters are wider where they are fitted to few pixels
+_FILLED = 0.98  # share of a line's width that its letters fill, as some are wider than their mean
+_LETTERS = TextToPath()
+_ABOVE_POINTS, _BELOW_TITLE, _SPACE_POINTS = 2.5, 3.0, 3.6
+
+
+def width_of(text: str, font: FontProperties = NOTE) -> float:
+    """Return the width of a text's longest line in inches, without drawing it."""
+    font = font.copy()
+    font.set_family(matplotlib.rcParams["font.family"])
+    widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
+    return float(max(widths)) / 72 * _HINTING
+
+
+def words_inches(words: Words) -> float:
+    """Return the width of a line of words."""
+    return sum(width_of(text) + _SPACE_POINTS / 72 for text, _ in words) - _SPACE_POINTS / 72
+
+
+def that_fits(texts: Sequence[str], inches: float, points: float = 7) -> str:
+    """Return the first of several texts that fits into a width, or the last."""
+    font = FontProperties(size=points)
+    return next((text for text in texts if width_of(text, font) <= inches), texts[-1])
+
+
+def tail(text: str, inches: float, font: FontProperties = NOTE) -> str:
+    """Shorten a text from the left until it fits into a width, as module paths differ at their ends."""
+    shown = text = visible(text)[-_MOST_LETTERS:]
+    while text and width_of(shown, font) > inches:
+        text = text[1:]
+        shown = f"…{text.lstrip('.')}"
+    return shown
+
+
+def wrapped(text: str, inches: float, font: FontProperties = NOTE) -> list[str]:
+    """Break a text into at most three lines of a width, at spaces where possible; an ellipsis replaces the rest."""
+    text = visible(text)[:_MOST_LETTERS]
+    letters = _FILLED * inches * len(text) / max(width_of(text, font), 1e-9)
+    return textwrap.wrap(text, max(1, int(letters)), max_lines=_MOST_LINES, placeholder="…")
+
+
+def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
+    """Put parts of a text into as few lines as fit; no part is divided."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and width_of(f"{lines[-1]}  {part}") <= inches:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return [[(line, colour)] for line in lines]
+
+
+def literal(text: str) -> str:
+    """Escape a text for matplotlib's labels: one line, and no dollar sign begins a formula."""
+    return visible(text).replace("$", r"\$")
+
+
+def names_inches(names: Sequence[str]) -> float:
+    """Return the height of names that :func:`name_sites` writes."""
+    return min(_NAME_INCHES, max(map(width_of, names), default=0.0))
+
+
+def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+    """Write names upright below a panel of a width: every one, or every second, third … of them."""
+    every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
+    labels = [literal(tail(name, _NAME_INCHES)) for name in names[::every]]
+    ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=NOTE)
+    ax.margins(x=0.01)
+
+
+def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
+    """Write lines of coloured words right above a panel, from its left edge.
+
+    Args:
+        ax: the panel.
+        lines: from top to bottom.
+        least: number of lines that room is left for, so that titles above panels beside one another are in line.
+
+    Returns:
+        The pad of a title above them, in points.
+    """
+    look: dict[str, Any] = {"fontproperties": NOTE, "parse_math": False, "in_layout": False}
+    for number, words in enumerate(reversed(lines)):
+        x = 0.0
+        for text, colour in words:
+            look["color"] = readable(colour, ax.get_facecolor())
+            write_at(ax, text, (0, 1), (x, _ABOVE_POINTS + LINE_POINTS * number), annotation_clip=False, **look)
+            x += 72 * width_of(text) + _SPACE_POINTS
+    number = max(len(lines), least)
+    if not number:
+        return _ABOVE_POINTS
+    # A title is given room by its height alone, and these lines need no other; with y it stays below a strip.
+    ax.set_title(" ", loc="right", y=1, fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
+    return _ABOVE_POINTS + LINE_POINTS * number + _BELOW_TITLE
+
+
+def write_at(
+    ax: Axes,
+    text: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    xycoords: Any = "axes fraction",
+    **look: Any,
+) -> None:
+    """Write a text beside a point of a panel; the offset is in points."""
+    ax.annotate(text, at, offset, xycoords=xycoords, textcoords="offset points", **{"va": "bottom", **look})
