@@ -1,5 +1,6 @@
 """Hooks of a norm move to the module that replaces it, and back."""
 
+import copy
 import warnings
 
 import pytest
@@ -200,3 +201,17 @@ def test_files_contain_no_hooks(model, tmp_path):
     normscope.swaps.store.store.restored(fresh, tmp_path / "swap")
     assert called(fresh, calls) == []
     assert isinstance(fresh.norm, PointwiseFunction)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_hooks_run_in_compiled_networks(model, compiled):
+    torch._dynamo.reset()
+    model.norm.register_forward_hook(lambda m, args, output: 2 * output)
+    plain, x = copy.deepcopy(model), torch.randn(2, 4)
+    f = function()
+    plain.norm = copy.deepcopy(f)
+    plain.last.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    with swapped_with_a_warning(model, {"norm": f}):
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        # Compiled, the same operations may be fused: float32's rounding of sums of eight.
+        torch.testing.assert_close(run(x), plain(x))

@@ -1,6 +1,7 @@
 """Networks that change tensors in place, with their norms and without: every pass is as if it were the only one."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from normscope.norms.trace import find_norms
 from normscope.swaps.output_errors import output_errors
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
+from normscope.tools.bench.reports import PASSES
 
 WIDTH = 8
 
@@ -181,3 +183,15 @@ def test_a_function_that_calls_itself_for_each_part_of_a_nested_tensor_is_looked
     report = find_norms(Nesting(), batch)
     assert list(report.kinds) == ["last"] and [norm.name for norm in report.skipped] == ["nested"]
     assert not report.overwriting and torch.equal(batch.args[0], inputs(1)[0].args[0])
+
+
+def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
+    seen = []
+    handle = network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    report = normscope.bench(network, batches[0], ["dyt"], full=True)
+    timed = [row for row in report.rows if row.samples and row.scope == "model"]
+    assert {(row.way, row.passes) for row in timed} == set(itertools.product(("eager", "compile"), PASSES))
+    handle.remove()
+    assert len(seen) >= sum(len(row.samples) for row in timed)
+    assert all(torch.equal(x, batches[0].args[0]) for x in seen)

@@ -1,5 +1,6 @@
 """Accuracy, perplexity and rank correlation against scipy, transformers' own loss, and plain loops."""
 
+import copy
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from normscope.swaps import quality as measures
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.quality import QualityMeter
+from normscope.tools.heal.heal import heal
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASK, AROUND = 39, (37, 38)
@@ -308,3 +310,26 @@ def test_all_ranks_get_the_measurements_of_the_first():
 
     meter.share_with(Second(rank=1, size=2))
     assert meter.quality == report.quality and report.quality.scores["original"].interval is not None
+
+
+def test_healing_reports_quality_before_and_after():
+    network = loaded(Block())
+    swapped = copy.deepcopy(network.module)
+    normscope.Swap(swapped, {"norm": DyT(4)})
+    first = copy.deepcopy(swapped)
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(7))
+    report = heal(network, swapped, list(x.split(4)), [labelled()], steps=40)
+    labels = [sample.label for sample in labelled().samples]
+    wanted = {}
+    for name, module in (("original", network.module), ("swapped", first), ("healed", swapped)):
+        wanted[name] = accuracy_score(labels, plain_logits(module, [labelled()]).argmax(1).tolist())
+    assert {name: score.value for name, score in report.quality.scores.items()} == wanted
+    assert report.as_dict()["quality"]["scores"]["healed"]["value"] == wanted["healed"]
+
+    def weight(module):
+        return module.head.weight.sum()
+
+    own = heal(network, copy.deepcopy(first), list(x.split(4)), [labelled()], steps=4, quality=weight).quality
+    assert own.scores["original"] == own.scores["swapped"] != own.scores["healed"]
+    without = heal(network.module, copy.deepcopy(first), list(x.split(4)), [labelled()], steps=4)
+    assert without.quality is None and "pass quality=" in without.no_quality

@@ -446,3 +446,18 @@ def test_a_norm_of_an_unknown_class_is_replaced_whatever_number_of_axes_it_takes
     seen = normscope.capture(model, [torch.randn(4, *[3] * (n_axes - 2), 6)])
     [(path, function)] = replacements(model, "tanh", seen, init="paper").items()
     assert path == "1" and torch.equal(function.weight, model[1].weight)
+
+
+def test_a_swap_changes_only_its_sites():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    model.register_buffer("mine", torch.ones(2))
+    model.train()
+    before = State(model)
+    with swap(model, "tanh", seen_by(model, 8, 4)) as swapped:
+        assert swapped.modules["1"].training
+        assert not model[0].weight.requires_grad
+        assert list(model.state_dict()) == [
+            *("mine", "0.weight", "0.bias", "1.alpha", "1.shift", "1.weight", "1.bias", "2.weight", "2.bias")
+        ]
+    before.assert_same(model)

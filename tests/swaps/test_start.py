@@ -154,3 +154,9 @@ NO_STARTS = [
 def test_refusals(seen, call, fragment):
     with pytest.raises(UsageError, match=fragment):
         call(seen, normscope.fit(seen, "tanh"))
+
+
+def test_softcap_keeps_its_slope_of_one_and_has_no_shift(seen):
+    for start in starts("softcap", seen):
+        assert float(start.amplitude * start.alpha) == pytest.approx(1, rel=1e-12)
+        assert start.shift is None

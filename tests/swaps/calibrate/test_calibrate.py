@@ -18,6 +18,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.output_errors import output_errors
+from normscope.tools.heal.training import TrainingTargets
 
 
 def drift(original, swapped, inputs, outputs=None):
@@ -294,3 +295,25 @@ def test_a_calibrated_swap_is_what_calibrate_makes_of_a_swapped_copy(swappable):
     normscope.calibrate(model, swapped, x, refit="norms")
     normscope.swap(model, "dyt", seen, init="calibrated", learn=x, refit="norms")
     assert same(values_of(model), values_of(swapped))
+
+
+def test_the_norm_with_the_least_kl_divergence_is_kept(decoder):
+    original, batches = decoder[0], texts(4, 3)
+    modules = normscope.replacements(original, "tanh", decoder[1])
+    report = normscope.keep(original, batches, modules, number=1)
+    medians = {}
+    for path in modules:
+        swapped = copy.deepcopy(original)
+        normscope.Swap(swapped, {name: copy.deepcopy(one) for name, one in modules.items() if name != path})
+        medians[path] = float(kl(original, swapped, batches).quantile(0.5))
+    assert report.measure == "KL divergence" and report.kept == [min(medians, key=medians.get)]
+    assert report.steps[1].error.p50 == pytest.approx(min(medians.values()), rel=1e-3)
+
+
+def test_healing_learns_from_logits_by_kl_divergence(decoder):
+    original, swapped, (batch, *_) = decoder[0], swapped_of(decoder), texts(1, 4)
+    loss = TrainingTargets(original, swapped.requires_grad_(True), Outputs("tokens"), [], [[batch]]).gradients(0)
+    assert loss == pytest.approx(float(kl(original, swapped, [batch]).mean()) ** 0.5, rel=1e-3)
+    report = normscope.heal(original, swapped_of(decoder), texts(8, 1), texts(4, 2), steps=24)
+    assert report.measure == "KL divergence"
+    assert report.after["median"] < report.before["median"] and report.after["p90"] <= report.before["p90"]

@@ -16,6 +16,7 @@ import normscope
 from normscope import PointwiseFunction, Swap, capture, load_swapped, save_swapped, swap
 from normscope.curves.expressions import _FUNCTIONS, curve_from
 from normscope.curves.known import CURVES
+from normscope.errors import NormscopeError
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps import standalone
@@ -236,3 +237,14 @@ def test_pointwise_py_is_never_run_here(tmp_path):
         "pointwise.py",
         "swap.json",
     ]
+
+
+def test_a_folder_of_a_download_is_not_overwritten(tmp_path):
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).write_text("theirs")
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    Swap(model, {"1": PointwiseFunction("tanh", 8)})
+    with pytest.raises(NormscopeError, match=r"config\.json in it would be lost"):
+        save_swapped(model, folder)

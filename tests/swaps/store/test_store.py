@@ -266,3 +266,15 @@ def test_any_json_is_loaded_or_refused(folder, choices):
         assert isinstance(model[1], nn.LayerNorm)
     finally:
         (folder / "swap.json").write_text(text)
+
+
+def test_swapped_sites_are_captured_like_the_remaining_norms(folder):
+    model = trained(tokens)
+    restored(model, folder)
+    seen = capture(model, [data(tokens)], verify=True)
+    assert [(site.name, site.pointwise.curve) for site in seen.sites] == [("1", "tanh"), ("3", "tanh")]
+    partly = trained(tokens)
+    swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,")
+    seen = capture(partly, [data(tokens)], verify=True)
+    assert [(site.name, site.pointwise is None) for site in seen.sites] == [("1", False), ("3", True)]
+    assert not seen.skipped
