@@ -303,7 +303,7 @@ def test_all_ranks_get_the_measurements_of_the_first():
     meter = QualityMeter(Block(), Task("top-1"), [], Outputs("classes"), silent)
 
     class Second(Ranks):
-        def told(self, message):
+        def gather(self, message):
             assert message == [None, ""]
             document = report.as_dict()
             return [[document["quality"], ""], message]

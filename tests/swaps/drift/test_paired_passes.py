@@ -1,5 +1,6 @@
 """Drift does not depend on the number of ranks; a batch that does not fit into memory is halved."""
 
+import contextlib
 import copy
 import json
 import threading
@@ -17,10 +18,17 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import ALL
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import Ranks
+from normscope.runtime import network
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import DyT
 
 CLASSES = Outputs("classes")
+
+
+@pytest.fixture(autouse=True)
+def no_lock(monkeypatch):
+    """Ranks are processes, which do not wait for one another; here they are threads."""
+    monkeypatch.setattr(network, "_one_thread", contextlib.nullcontext())
 
 
 class Stack(PreNorm):
@@ -41,23 +49,23 @@ class Threads(Ranks):
     """Ranks that are threads of this process."""
 
     barrier: threading.Barrier = field(default=None)
-    told_so_far: list = field(default_factory=list)
+    gathered: list = field(default_factory=list)
 
-    def each(self, data):
-        self.told_so_far[self.rank] = data
+    def gather_bytes(self, data):
+        self.gathered[self.rank] = data
         self.barrier.wait()
-        everyone = list(self.told_so_far)
+        everyone = list(self.gathered)
         self.barrier.wait()
         return everyone
 
 
 def together(size, work):
     """Return what each of so many ranks makes of ``work(rank)``, or the exception that it ends with."""
-    barrier, told = threading.Barrier(size, timeout=30), [None] * size
+    barrier, gathered = threading.Barrier(size, timeout=30), [None] * size
 
     def one(rank):
         try:
-            return work(Threads(rank, size, "cpu", barrier=barrier, told_so_far=told))
+            return work(Threads(rank, size, "cpu", barrier=barrier, gathered=gathered))
         except NormscopeError as error:  # which all of them come to
             return error
         except Exception:
