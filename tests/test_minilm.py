@@ -81,7 +81,7 @@ def test_three_channels_set_the_scale_of_the_last_norm_and_produce_no_output():
     inputs, parts, pool = [], [], Pool.of(network.inputs)
     hook = norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     with torch.no_grad():
-        for part in (pool.learned, pool.judged):
+        for part in (pool.learned, pool.validation):
             rows = []
             for batch in part:
                 network.module(**batch.kwargs)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_BYTES = 2**30  # of inputs that are learned from
-_MOST_JUDGED = 100  # samples that decide what is kept
+_MOST_VALIDATION = 100  # samples that decide what is kept
 _BLOCK = 4  # consecutive sources, one of which is held out
 _MUCH_LONGER, _LONGER = 1.3, 16  # factor and positions by which samples of one pass may exceed the shortest
 
@@ -193,33 +193,33 @@ class Pool:
     """Inputs in memory: batches to learn from, and batches of other sources that decide on the result."""
 
     learned: Sequence[Batch]
-    judged: Sequence[Batch]
+    validation: Sequence[Batch]
     left_out: int  # samples beyond MOST_BYTES
 
     @classmethod
     def of(cls, inputs: Iterable[Any]) -> Pool:
         """Collect inputs, in order, up to a gibibyte, and divide them; DataError for fewer than two samples."""
         kept, left_out = kept_in_memory(inputs)
-        learned, judged = learned_and_held_out(kept)
+        learned, validation = learned_and_held_out(kept)
         rest: list[Batch] = []
-        while judged.n_samples > _MOST_JUDGED:
-            more, judged = learned_and_held_out(list(judged))
+        while validation.n_samples > _MOST_VALIDATION:
+            more, validation = learned_and_held_out(list(validation))
             rest += more
-        return cls([*learned, *rest], list(judged), left_out)
+        return cls([*learned, *rest], list(validation), left_out)
 
     def by_length(self) -> Pool:
         """Divide padded batches, so that each pass takes samples of about one length (:func:`by_length`)."""
-        learned, judged = (
+        learned, validation = (
             [part for batch in batches for part in by_length(batch, len(batch.samples))]
-            for batches in (self.learned, self.judged)
+            for batches in (self.learned, self.validation)
         )
-        return Pool(learned, judged, self.left_out)
+        return Pool(learned, validation, self.left_out)
 
     @property
     def digest(self) -> str:
         """Hash of the inputs, by which a checkpoint recognizes them."""
         content = hashlib.blake2b(digest_size=16)
-        for name, batches in ((b"", self.learned), (b"judged", self.judged)):
+        for name, batches in ((b"", self.learned), (b"judged", self.validation)):
             content.update(name)
             for tensor in (tensor for batch in batches for tensor in tensors_of(batch)):
                 content.update(tensor_bytes(tensor))

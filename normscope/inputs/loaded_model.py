@@ -84,7 +84,7 @@ class Task:
         measure: ``top-1`` of classes and ``words`` spelled from frames, by the samples' labels; ``perplexity`` of a
             causal and ``pseudo-perplexity`` of a masked language model; ``spearman`` of embeddings, by the scores of
             pairs of sentences; ``denoising`` of latents, by the added noise; None if unknown.
-        untold: reason why it is unknown, as a clause; without effect if it is known.
+        unmeasured: reason why it is unknown, as a clause; without effect if it is known.
         letters: of words: the letter of each output of a frame, the first for none.
         mask_id: token in place of a hidden one.
         unmasked: token ids that are never hidden: the tokenizer's own.
@@ -93,7 +93,7 @@ class Task:
     """
 
     measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman", "denoising"] | None = None
-    untold: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
+    unmeasured: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
     letters: str = ""
     mask_id: int | None = None
     unmasked: frozenset[int] = frozenset()

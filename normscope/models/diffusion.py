@@ -113,7 +113,7 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
 
 
 def loaded_dit(name: str, module: nn.Module, inputs: Inputs, provenance: Provenance) -> LoadedModel:
-    task = Task(untold="the latents are of the network's own trajectories, of which no true noise is known")
+    task = Task(unmeasured="the latents are of the network's own trajectories, of which no true noise is known")
     if isinstance(inputs, NoisedLatents):
         task = Task("denoising", truth=inputs.truth)
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
@@ -349,7 +349,7 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     else:
         module, provenance = ready(module, provenance, options)
     inputs = PipelineCalls(pipeline, options)
-    task = Task(untold="the latents are of the pipeline's own trajectories, of which no true noise is known")
+    task = Task(unmeasured="the latents are of the pipeline's own trajectories, of which no true noise is known")
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
 
 

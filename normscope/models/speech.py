@@ -19,7 +19,7 @@ from normscope.models.weights.checkpoints import load_state_dict, read_state_dic
 from normscope.models.weights.repository import remedies_offline
 from normscope.runtime.files import sha256_of
 
-NO_TRANSCRIPTS = Task(untold="the recordings come without what is said in them")
+NO_TRANSCRIPTS = Task(unmeasured="the recordings come without what is said in them")
 _SERVER = "https://download.pytorch.org/torchaudio"
 _SUPPORTED = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
 

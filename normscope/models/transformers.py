@@ -424,23 +424,25 @@ def task_of(module: Any, tokenizer: Any, repository: Repository, inputs: Inputs,
     """Return the task of a network, by its head; ``tokenizer`` is None where bytes are its tokens."""
     if module.main_input_name != "input_ids" or module.input_modalities not in ("text", ("text",)):
         if outputs.kind != "classes" or module.main_input_name != "pixel_values":
-            return Task(untold="no labels are known of what it sees or hears (in Python, pass quality=)")
+            return Task(unmeasured="no labels are known of what it sees or hears (in Python, pass quality=)")
         names = module.config.id2label
         return class_task(inputs, module.config.num_labels, [names[number] for number in sorted(names)])
     kind = type(module).__name__
     if module.config.is_encoder_decoder:
-        return Task(untold="an encoder–decoder is given the same text on both sides, where nothing is left to predict")
+        return Task(
+            unmeasured="an encoder–decoder is given the same text on both sides, where nothing is left to predict"
+        )
     if is_for(kind, ("MASKED_LM",)):
         mask_id = getattr(tokenizer, "mask_token_id", None)
         if mask_id is None:
-            return Task(untold="the tokenizer has no mask token to hide words behind")
+            return Task(unmeasured="the tokenizer has no mask token to hide words behind")
         between = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         return Task("pseudo-perplexity", mask_id=mask_id, unmasked=between)
     if is_for(kind, ("CAUSAL_LM",)):
         return Task("perplexity")
     if not isinstance(inputs, SentencePairs):
         return Task(
-            untold="embeddings are judged by pairs of sentences, and there are none (name a .tsv or .csv file of "
+            unmeasured="embeddings are judged by pairs of sentences, and there are none (name a .tsv or .csv file of "
             "sentence1, sentence2, score)"
         )
     return _embedding_task(repository)
@@ -449,10 +451,12 @@ def task_of(module: Any, tokenizer: Any, repository: Repository, inputs: Inputs,
 def _embedding_task(repository: Repository) -> Task:
     """Return the pooling that sentence-transformers saved; the mean by default."""
     if repository.file("2_Dense/config.json") is not None:
-        return Task(untold="its embeddings pass through a Dense layer of sentence-transformers, which is not run here")
+        return Task(
+            unmeasured="its embeddings pass through a Dense layer of sentence-transformers, which is not run here"
+        )
     config = repository.json("1_Pooling/config.json") or {"pooling_mode": "mean"}
     chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     mode = config.get("pooling_mode") or " and ".join(chosen)  # one word lately, a switch for each mode before
     if mode not in _POOLINGS:
-        return Task(untold=f"its embeddings are pooled by {mode or 'nothing'}, which is not known here")
+        return Task(unmeasured=f"its embeddings are pooled by {mode or 'nothing'}, which is not known here")
     return Task("spearman", pooling=_POOLINGS[mode])

@@ -46,7 +46,7 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
             names = ImageNetInfo(subset).label_names()  # type: ignore[no-untyped-call]
         outputs, task = Outputs("classes"), class_task(inputs, network.num_classes, list(names))
     else:  # no classes, or the projection of a CLIP tower, whose width timm counts as classes
-        outputs, task = Outputs(), Task(untold="the network has no classes that labels could be compared to")
+        outputs, task = Outputs(), Task(unmeasured="the network has no classes that labels could be compared to")
     return LoadedModel(name, module, inputs, provenance, outputs, task=task)
 
 

@@ -70,7 +70,7 @@ def token_sums(
 ) -> dict[str, TokenSums]:
     """Run a network over inputs to learn from and held-out ones, and return the sums at some norm modules, by name."""
     sums: dict[str, TokenSums] = {}
-    for part, of_part in enumerate((pool.learned, pool.judged) if sites else ()):
+    for part, of_part in enumerate((pool.learned, pool.validation) if sites else ()):
 
         def add(site: NormSite, rows: Tensor, _: Tensor, part: int = part) -> None:
             if site.name not in sums:

@@ -85,8 +85,10 @@ def _kept(norm: nn.Module, axis: int, x: Tensor) -> str:
 
 def _rules(trials: _Trials) -> list[str]:
     """Return the rules that explain the dtypes of outputs."""
-    judged = [(dtypes, y.dtype) for dtypes, (*_, y) in trials.items() if dtypes[0] != torch.float64 or len(trials) == 1]
-    return [name for name, rule in RETURNS.items() if all(rule(*dtypes) == returned for dtypes, returned in judged)]
+    measured = [
+        (dtypes, y.dtype) for dtypes, (*_, y) in trials.items() if dtypes[0] != torch.float64 or len(trials) == 1
+    ]
+    return [name for name, rule in RETURNS.items() if all(rule(*dtypes) == returned for dtypes, returned in measured)]
 
 
 def _trials(norm: nn.Module, module: InPlaceOfNorm, like: Tensor) -> _Trials:

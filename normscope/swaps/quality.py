@@ -313,7 +313,7 @@ class QualityMeter:
         self._by = self.by or (original.task if isinstance(original, LoadedModel) else inferred_task(original))
         if isinstance(self._by, Task):
             once = "the batches can be iterated only once" if taken_once(self.batches) else ""
-            self.no_quality = (self._by.untold if self._by.measure is None else "") or once
+            self.no_quality = (self._by.unmeasured if self._by.measure is None else "") or once
 
     def add(self, name: str, model: nn.Module) -> None:
         """Measure a network, and restore its state.

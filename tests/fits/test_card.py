@@ -319,7 +319,7 @@ def test_r2_of_the_variance_is_that_of_a_regression(gained):
     pool = Pool.of(batches)
     learned, judged = (
         torch.cat([batch.args[0] for batch in part]).reshape(-1, D).double().numpy()
-        for part in (pool.learned, pool.judged)
+        for part in (pool.learned, pool.validation)
     )
     expected = held_out_r2(learned, judged, card.scale.channels, EPS)
     np.testing.assert_allclose(card.scale.r2, expected, atol=1e-6)

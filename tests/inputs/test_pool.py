@@ -32,7 +32,7 @@ def sources(part):
 @pytest.mark.parametrize(("number", "n_judged"), [(32, 64), (100, 50)])  # of 800 sources, a fourth of a fourth
 def test_learned_and_judged_sources_differ(number, n_judged):
     pool = Pool.of(batches(number))
-    learned, judged = set(sources(pool.learned)), set(sources(pool.judged))
+    learned, judged = set(sources(pool.learned)), set(sources(pool.validation))
     assert not learned & judged and len(learned | judged) == 8 * number and len(judged) == n_judged
 
 
@@ -46,7 +46,7 @@ def test_the_digest_depends_on_values_and_on_the_division():
     one, same = Pool.of(batches(8)), Pool.of(batches(8))
     assert one.digest == same.digest
     assert one.digest != Pool.of(batches(7)).digest
-    assert one.digest != Pool(one.learned[1:], [one.learned[0], *one.judged], 0).digest
+    assert one.digest != Pool(one.learned[1:], [one.learned[0], *one.validation], 0).digest
 
 
 def test_a_pool_without_a_batch_is_refused():

@@ -98,12 +98,12 @@ def test_names_of_ones_own_classes(tmp_path):
 def test_ambiguous_folders_give_no_labels(tmp_path, names, why):
     network = vision(images(tmp_path, *names))
     assert set(labels(network)) == {None}
-    assert network.task.measure is None and re.search(why, network.task.untold)
+    assert network.task.measure is None and re.search(why, network.task.unmeasured)
 
 
 def test_tasks_of_default_inputs():
-    assert "photograph" in normscope.load("timm:test_vit", weights="random", device="cpu", limit=1).task.untold
-    assert "true noise" in normscope.load("demo_dit", device="cpu", limit=1).task.untold
+    assert "photograph" in normscope.load("timm:test_vit", weights="random", device="cpu", limit=1).task.unmeasured
+    assert "true noise" in normscope.load("demo_dit", device="cpu", limit=1).task.unmeasured
     assert normscope.load("demo_wav2vec2", device="cpu", limit=1).task.measure == "words"
 
 
@@ -132,9 +132,9 @@ def test_tasks_follow_from_heads(folder):
     masked = load_folder(folder("BertForMaskedLM")).task
     assert (masked.measure, masked.mask_id, masked.unmasked) == ("pseudo-perplexity", 4, {0, 2, 3, 4})
     assert load_folder(folder("LlamaForCausalLM")).task.measure == "perplexity"
-    assert "same text on both sides" in load_folder(folder("T5ForConditionalGeneration")).task.untold
-    assert "name a .tsv or .csv file" in load_folder(folder("BertModel")).task.untold
-    assert "no mask token" in load_folder(folder("DistilBertForMaskedLM", masks=False)).task.untold
+    assert "same text on both sides" in load_folder(folder("T5ForConditionalGeneration")).task.unmeasured
+    assert "name a .tsv or .csv file" in load_folder(folder("BertModel")).task.unmeasured
+    assert "no mask token" in load_folder(folder("DistilBertForMaskedLM", masks=False)).task.unmeasured
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def test_poolings_that_are_not_made_here_are_named(folder, pairs):
     two = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
     (where / "1_Pooling" / "config.json").write_text(json.dumps(two))
     task = load_folder(where, data=pairs).task
-    assert task.measure is None and "pooling_mode_max_tokens and pooling_mode_cls_token" in task.untold
+    assert task.measure is None and "pooling_mode_max_tokens and pooling_mode_cls_token" in task.unmeasured
     (where / "2_Dense").mkdir()
     (where / "2_Dense" / "config.json").write_text("{}")
-    assert "Dense layer" in load_folder(where, data=pairs).task.untold
+    assert "Dense layer" in load_folder(where, data=pairs).task.unmeasured
 
 
 def test_denoising_error_of_ones_own_latents(tmp_path):

@@ -30,7 +30,7 @@ TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidde
 MASK, AROUND = 39, (37, 38)
 
 
-def judged(task, module, batches, outputs):
+def measured(task, module, batches, outputs):
     meter = QualityMeter(module, task, batches, outputs, silent)
     meter.add("original", module)
     return meter
@@ -70,7 +70,7 @@ def bert(name="BertForMaskedLM", **changes):
 
 def test_words_are_read_as_ctc_reads_them():
     network = normscope.load("demo_wav2vec2", limit=12, device="cpu")
-    found = judged(network.task, network.module, network.inputs, network.outputs).quality
+    found = measured(network.task, network.module, network.inputs, network.outputs).quality
     right = 0
     for batch in network.inputs:
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_perplexity_is_that_of_transformers_own_loss(monkeypatch, in_pieces):
         for row in rows:
             if len(row) > 1:
                 losses += [float(model(row[None], labels=row[None]).loss)] * (len(row) - 1)
-    found = judged(Task("perplexity"), model, batches, Outputs("tokens")).quality
+    found = measured(Task("perplexity"), model, batches, Outputs("tokens")).quality
     # transformers computes the loss in float32.
     assert found.scores["original"].value == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
     assert (found.n, found.over, found.higher_is_better) == (6 + 11 + 1, "18 tokens of 3 texts", False)
@@ -101,9 +101,9 @@ def test_perplexity_is_that_of_transformers_own_loss(monkeypatch, in_pieces):
 
 def test_a_model_that_looks_ahead_has_no_perplexity():
     _, batch = texts([7, 9])
-    meter = judged(Task("perplexity"), bert("BertLMHeadModel"), [batch], Outputs("tokens"))
+    meter = measured(Task("perplexity"), bert("BertLMHeadModel"), [batch], Outputs("tokens"))
     assert meter.quality is None and "looks at the tokens that it would have to predict" in meter.no_quality
-    decoder = judged(Task("perplexity"), bert("BertLMHeadModel", is_decoder=True), [batch], Outputs("tokens"))
+    decoder = measured(Task("perplexity"), bert("BertLMHeadModel", is_decoder=True), [batch], Outputs("tokens"))
     assert decoder.quality.n == 6 + 8
 
 
@@ -123,7 +123,7 @@ def test_pseudo_perplexity_is_that_of_a_plain_loop(lengths):
     # At most 256, evenly among all.
     taken = surprises if len(surprises) <= 256 else [surprises[number * len(surprises) // 256] for number in range(256)]
     task = Task("pseudo-perplexity", mask_id=MASK, unmasked=frozenset(AROUND))
-    found = judged(task, model, [batch], Outputs("tokens")).quality
+    found = measured(task, model, [batch], Outputs("tokens")).quality
     # Padded rows sum in another order, in float32.
     assert found.scores["original"].value == pytest.approx(math.exp(np.mean(taken)), rel=1e-5)
     of = "256 tokens, each masked alone, evenly among 304" if sum(lengths) > 256 else "13 tokens, each masked alone"
@@ -141,7 +141,7 @@ def test_spearman_is_scipys_on_embeddings_by_hand(pooling):
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(pooled[::2], pooled[1::2], strict=True)]
     # In pieces that divide a pair, as halved batches do.
     parts = [batch.take(range(3)), batch.take(range(3, 10))]
-    found = judged(Task("spearman", pooling=pooling), model, parts, Outputs("tensor")).quality
+    found = measured(Task("spearman", pooling=pooling), model, parts, Outputs("tensor")).quality
     assert found.scores["original"].value == pytest.approx(stats.spearmanr(cosines, scores).statistic, abs=1e-12)
     assert found.n == 5 and found.over.startswith("5 pairs of sentences, ")
 
@@ -165,7 +165,7 @@ def test_the_reason_is_reported_where_nothing_can_be_measured(task, batch, reaso
     network = (
         nn.Identity() if isinstance(batch, torch.Tensor) else Pooled() if "vector" in reason else bert("BertModel")
     )
-    meter = judged(task, network, [batch], Outputs("tensor" if task.measure == "spearman" else "tokens"))
+    meter = measured(task, network, [batch], Outputs("tensor" if task.measure == "spearman" else "tokens"))
     assert meter.quality is None and reason in meter.no_quality
 
 
@@ -220,7 +220,7 @@ def test_samples_that_share_a_source_get_no_interval_but_equal_names_in_two_data
     scores = []
     for samples in (shared, apart):
         batch = Batch((torch.eye(4),), samples=samples)
-        scores.append(judged(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"])
+        scores.append(measured(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"])
     wilson = stats.binomtest(4, 4).proportion_ci(0.95, method="wilson")
     assert (scores[0].value, scores[0].interval) == (1.0, None)
     assert scores[1].interval == pytest.approx((wilson.low, wilson.high))
@@ -256,8 +256,8 @@ def loaded(module, task=None):
 
 
 def test_batches_are_halved_where_memory_ends():
-    whole = judged(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
-    halved = judged(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
+    whole = measured(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
+    halved = measured(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
     assert halved == whole and whole.n == 10
 
 

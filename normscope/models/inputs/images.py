@@ -135,15 +135,17 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
     are WordNet ids, as many as there are classes, which ImageNet sorts. ``names`` are those of the classes, in order.
     """
     if not isinstance(inputs, Files):
-        return Task(untold="crops of photographs have no labels (name a folder with a sub-folder for each class)")
+        return Task(unmeasured="crops of photographs have no labels (name a folder with a sub-folder for each class)")
     places = [Path(name_in(inputs.root, path)).parts for path in inputs.paths]
     if any(len(parts) < 2 for parts in places):
-        return Task(untold=f"not every image at {str(inputs.root)!r} lies in a sub-folder that would name its class")
+        return Task(
+            unmeasured=f"not every image at {str(inputs.root)!r} lies in a sub-folder that would name its class"
+        )
     folders = sorted({parts[0] for parts in places})
     classes = _numbered(folders, number, names)
     if classes is None:
         return Task(
-            untold=f"it cannot be told which of the {number:,} classes the sub-folders {first_few(folders)} of "
+            unmeasured=f"it cannot be told which of the {number:,} classes the sub-folders {first_few(folders)} of "
             f"{str(inputs.root)!r} mean (name them by number, from 0)"
         )
     inputs.classes = classes

@@ -138,23 +138,23 @@ def calibrate(
     sites = find_norms(teacher, first.first_sample()).sites
     near = neighbours_of(teacher, sites, list(functions), first)
     learned = _within_memory(pool, near)
-    n_learned, n_judged = (sum(len(batch.samples) for batch in batches) for batches in (learned, pool.judged))
+    n_learned, n_judged = (sum(len(batch.samples) for batch in batches) for batches in (learned, pool.validation))
     left_out = pool.left_out + sum(len(batch.samples) for batch in pool.learned[len(learned) :])
-    gigabytes = near.bytes_of([*learned, *pool.judged]) / 1e9
+    gigabytes = near.bytes_of([*learned, *pool.validation]) / 1e9
     samples = count(n_learned + n_judged, "sample")
     omitted = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
     progress(f"passes of {samples} wait at each module, in about {gigabytes:.2g} GB of memory{omitted} …", 0, 1)
     with restoring(teacher), restoring(student):
-        errors = OutputErrors(teacher, pool.judged, outputs)
+        errors = OutputErrors(teacher, pool.validation, outputs)
 
-        def judged() -> tuple[float, float]:
+        def validation_error() -> tuple[float, float]:
             """Return median and 90th percentile of the error at the output."""
             median, high = errors.of(student).quantile(_QUANTILES, interpolation="higher").tolist()
             return median, high
 
-        before, start = judged(), parameter_values(student)
+        before, start = validation_error(), parameter_values(student)
         refitting = Refitting(
-            teacher, student, {site.name: site for site in sites}, [*learned, *pool.judged], len(learned)
+            teacher, student, {site.name: site for site in sites}, [*learned, *pool.validation], len(learned)
         )
         called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
         refitting.run(called_modules, progress)
@@ -162,7 +162,7 @@ def calibrate(
         last = max(number for number, called in enumerate(called_modules) if called.is_norm)
         if behind := tuple(f"{called.path}." for called in called_modules[last + 1 :]):
             # Layers behind the last norm may do better as they were, unless they do not reach the output (a pooler).
-            first_errors = partial(output_errors, teacher, student, pool.judged[:1], outputs)
+            first_errors = partial(output_errors, teacher, student, pool.validation[:1], outputs)
             fitted_error = first_errors()
             unfitted = {name: value for name, value in start.items() if name.startswith(behind)}
             put_parameters(student, unfitted)
@@ -171,7 +171,7 @@ def calibrate(
         best, after = start, before
         for state in states:
             put_parameters(student, state)
-            error = judged()
+            error = validation_error()
             if error[0] < after[0] and error[1] <= before[1]:
                 best, after = state, error
         put_parameters(student, best)
@@ -182,7 +182,7 @@ def calibrate(
 
 def _within_memory(pool: Pool, near: Neighbours) -> Sequence[Batch]:
     """Return the batches to learn from whose passes can wait at once."""
-    left = MOST_BYTES - near.bytes_of(pool.judged)
+    left = MOST_BYTES - near.bytes_of(pool.validation)
     for number, batch in enumerate(pool.learned):
         left -= near.bytes_of([batch])
         if left < 0 and number:

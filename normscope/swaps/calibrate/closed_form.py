@@ -153,7 +153,7 @@ class RefittedLayer:
     after: float
 
 
-def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | None) -> RefittedLayer:
+def ridge(learned: LayerSums, validation: LayerSums, weight: Tensor, bias: Tensor | None) -> RefittedLayer:
     """Fit a layer with weight W₀ and bias b₀, or None, to all tokens, with the best λ on the tokens that decide.
 
     >>> generator = torch.Generator().manual_seed(0)
@@ -168,20 +168,20 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     before = learned.turned(weight.double())
     present_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     learned_centred = learned.centred() if bias is not None else learned
-    judged_centred = judged.centred(learned) if bias is not None else judged
+    validation_centred = validation.centred(learned) if bias is not None else validation
     scale = _spread(learned_centred)
-    total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
-    missing, missing_judged = (sums.cross[0] - sums.gram @ before for sums in (learned_centred, judged_centred))
-    error_of_bias = _squares(judged_centred, before, torch.zeros_like(present_bias))
+    total = max(float(validation.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
+    missing, missing_judged = (sums.cross[0] - sums.gram @ before for sums in (learned_centred, validation_centred))
+    error_of_bias = _squares(validation_centred, before, torch.zeros_like(present_bias))
 
     factor = functools.cache(lambda penalty: _factor(learned_centred.gram, penalty * scale))
 
     def gained(penalty: float, every: int) -> float:
         change = torch.cholesky_solve(missing[..., ::every], factor(penalty))
-        left = 2 * missing_judged[..., ::every] - judged_centred.gram @ change
+        left = 2 * missing_judged[..., ::every] - validation_centred.gram @ change
         return float((change * left).sum())
 
-    present = (max(_squares(judged, before, present_bias), 0.0) / total) ** 0.5
+    present = (max(_squares(validation, before, present_bias), 0.0) / total) ** 0.5
     best = gain = 0.0
     if scale > 0:
         best = _downhill(functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS))))
@@ -191,7 +191,7 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     after = (max(error_of_bias - gain, 0.0) / total) ** 0.5
     if not after < present:
         return RefittedLayer(weight.double(), bias, None, present, present)
-    both = learned + judged
+    both = learned + validation
     weights = before
     if best < math.inf:
         both_centred = both.centred() if bias is not None else both

@@ -136,14 +136,14 @@ class Refitting:
         if function is None or function.activations:
             return
         pairs = list(zip(self._norm_inputs[path], (original.output for original in originals), strict=True))
-        (x, y), judged = (
+        (x, y), validation = (
             tuple(torch.cat(part).float().reshape(-1, function.weight.numel()) for part in zip(*some, strict=True))
             for some in (pairs[: self.n_learned], pairs[self.n_learned :])
         )
-        before, start = _error(function, *judged), parameter_values(function)
+        before, start = _error(function, *validation), parameter_values(function)
         every = max(1, -(-len(x) // _MOST_TOKENS))
         put_parameters(function, least_squares(function, x[::every].double().cpu(), y[::every].double().cpu()))
-        after = _error(function, *judged)
+        after = _error(function, *validation)
         if not after < before:
             put_parameters(function, start)
         self.modules.append(CalibratedModule(path, True, before, min(before, after)))
@@ -158,16 +158,16 @@ class Refitting:
         """Fit the layer that modulates the output of a function, and update its outputs in the passes."""
         layer, size = self._layer(self.swapped, self._called[modulated.layer]), function.weight.numel()
         channels, conditions = modulated.channels(size), self._conditions[modulated.layer]
-        learned, judged = LayerSums(), LayerSums()
+        learned, validation = LayerSums(), LayerSums()
         for number, pause in enumerate(pauses):
             present = self._in_original(modulated.layer)[number].output[:, channels.to(pause.input.device)]
             scale, shift = present.chunk(2, dim=1)
             y = self._in_original(called.path)[number].output.reshape(len(scale), -1, size)
             output = function.applied(pause.input).reshape(y.shape)  # not called, to run no hooks
             best = best_for_each_sample(output, y * (1 + scale[:, None]) + shift[:, None], scale)
-            (judged if number >= self.n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
+            (validation if number >= self.n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
         matrix, offset = layer.values
-        refitted = ridge(learned, judged, matrix[channels], None if offset is None else offset[channels])
+        refitted = ridge(learned, validation, matrix[channels], None if offset is None else offset[channels])
         self._report(modulated.layer, refitted)
         if refitted.penalty is None:
             return
@@ -241,12 +241,12 @@ class Refitting:
         sigma = float(torch.cat([x.float().std(-1) for x in inputs]).mean())
         if into.base is None:
             return self._summed(layer, called, pauses, lambda number: [sigma * normalized(number)])
-        learned, judged = self._summed(
+        learned, validation = self._summed(
             layer, called, pauses, lambda number: [normalized(number), self._bases(into, number)[1]]
         )
         slope = slopes(learned.with_own(layer.values[0])).clamp(*(bound / sigma for bound in _SLOPES))
         factors = torch.stack([1 / slope, -torch.ones_like(slope)])
-        return learned.combined(factors), judged.combined(factors)
+        return learned.combined(factors), validation.combined(factors)
 
     def _summed(
         self,

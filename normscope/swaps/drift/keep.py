@@ -94,7 +94,7 @@ def keep(
         batches = model.inputs if model.calibration is None else model.calibration
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
     pool = Pool.of(batches)
-    few = evenly([*pool.learned, *pool.judged], MOST_SAMPLES)
+    few = evenly([*pool.learned, *pool.validation], MOST_SAMPLES)
     if not few:
         raise DataError("There is no batch to choose on.")
     network, counter = uncompiled(network), StageProgress(progress, STAGE, None)

@@ -141,7 +141,7 @@ def bench(
         left_out.append(f"Fused by normscope's kernels: none is timed: {reason}.")
     if os.environ.get(VARIABLE) == TRITON and device.type != "cuda":
         left_out.append("Fused rows ran in Triton's interpreter on the CPU, not on a GPU: the time says nothing.")
-    return BenchReport(about, in_words(device), tuple(judged(rows)), tuple(left_out))
+    return BenchReport(about, in_words(device), tuple(with_verdicts(rows)), tuple(left_out))
 
 
 def in_words(device: torch.device) -> str:
@@ -393,7 +393,7 @@ def times_of(run: Run, device: torch.device) -> list[float]:
     return list(timer.blocked_autorange(min_run_time=_BLOCK_SECONDS).times)
 
 
-def judged(rows: Sequence[Timing]) -> list[Timing]:
+def with_verdicts(rows: Sequence[Timing]) -> list[Timing]:
     """Add medians and quartiles, and compare each row with the native norm: the eager one for ``fused``."""
     rows = [_measured(row) for row in rows]
     natives = {_setting(row): row for row in rows if row.variant == NATIVE}

@@ -168,7 +168,7 @@ def heal(
         state.step,
         train,
         n_learned=sum(len(batch.samples) for batch in healing.pool.learned),
-        n_judged=sum(len(batch.samples) for batch in healing.pool.judged),
+        n_judged=sum(len(batch.samples) for batch in healing.pool.validation),
         n_held_out=state.n_held_out,
         left_out=left_out,
         not_refitted=state.not_refitted,
@@ -224,7 +224,7 @@ class _Healing:
 
     def __post_init__(self) -> None:
         self.pool = Pool.of(self.batches)
-        self._judged = OutputErrors(self.original, self.pool.by_length().judged, self.outputs)
+        self._validation_errors = OutputErrors(self.original, self.pool.by_length().validation, self.outputs)
         functions = [module for module in self.swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
             function.give_each_channel_its_own()
@@ -341,7 +341,7 @@ class _Healing:
 
     def _drift(self) -> tuple[float, float]:
         """Return median and 90th percentile on the inputs that decide."""
-        errors = _quantiles(self._judged.of(self.swapped))
+        errors = _quantiles(self._validation_errors.of(self.swapped))
         return errors["median"], errors["p90"]
 
     def _held_out_errors(self) -> Tensor:

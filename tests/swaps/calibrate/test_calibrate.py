@@ -187,7 +187,7 @@ def test_a_head_that_shares_the_word_embeddings_is_unchanged(decoder):
 
 def test_calibration_of_logits_is_decided_by_kl_divergence(decoder):
     original, learn = decoder[0], texts(8, 1)
-    swapped, judged, held_out = swapped_of(decoder), Pool.of(learn).judged, texts(4, 2)
+    swapped, judged, held_out = swapped_of(decoder), Pool.of(learn).validation, texts(4, 2)
     before, far = kl(original, swapped, judged), kl(original, swapped, held_out)
     report = normscope.calibrate(original, swapped, learn)
     after, near = kl(original, swapped, judged), kl(original, swapped, held_out)

@@ -49,17 +49,17 @@ def check_against_numpy(h, t, start, own_bias, n_learned):
         n_learned: tokens to learn from; the others decide.
     """
     groups, bias = range(h.shape[1]), own_bias is not None
-    learned, judged = slice(0, n_learned), slice(n_learned, None)
-    sums = [sums_of(h[rows], t[rows].flatten(1)) for rows in (learned, judged)]
+    learned, validation = slice(0, n_learned), slice(n_learned, None)
+    sums = [sums_of(h[rows], t[rows].flatten(1)) for rows in (learned, validation)]
     found = ridge(*sums, start.flatten(0, 1), own_bias)
     centre = h[learned].double().mean(0) if bias else 0
     spread = float(((h[learned].double() - centre) ** 2).sum(0).mean())
-    truth = t[judged].double().numpy()
+    truth = t[validation].double().numpy()
     total = ((truth - truth.mean(0)) ** 2).sum()
 
     def error(layers):
         of_group = [
-            h[judged, g].double().numpy() @ weight.T + (offset if bias else 0) - truth[:, g]
+            h[validation, g].double().numpy() @ weight.T + (offset if bias else 0) - truth[:, g]
             for g, (weight, offset) in enumerate(layers)
         ]
         return np.sqrt(sum((part**2).sum() for part in of_group) / total)

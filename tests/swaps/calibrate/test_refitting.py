@@ -135,7 +135,7 @@ def test_a_convolution_in_groups_is_least_squares_in_each(monkeypatch, groups, r
     assert found.path == "1" and found.penalty in PENALTIES and found.after < found.before and not report.restored
     pool = Pool.of(learn)
     learned, every = (
-        torch.cat([batch.args[0] for batch in part]) for part in (pool.learned, [*pool.learned, *pool.judged])
+        torch.cat([batch.args[0] for batch in part]) for part in (pool.learned, [*pool.learned, *pool.validation])
     )
     with torch.no_grad():
         given = swapped[0](every).double()

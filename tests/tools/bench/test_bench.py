@@ -14,7 +14,7 @@ from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.norms.trace import find_norms
 from normscope.swaps.kernels import choice
-from normscope.tools.bench.bench import bench, commonest, distinct, judged, norm_cases, times_of, variants
+from normscope.tools.bench.bench import bench, commonest, distinct, norm_cases, times_of, variants, with_verdicts
 from normscope.tools.bench.reports import FASTER, INCONCLUSIVE, NATIVE, NOT_RUN, SLOWER, Timing
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -78,7 +78,7 @@ def row(samples, variant=NATIVE, way="eager", passes=FORWARD, scope="norm"):
     ],
 )
 def test_a_verdict_needs_quartiles_that_do_not_overlap(samples, native, verdict):
-    first, second = judged([row(native), row(samples, "dyt")])
+    first, second = with_verdicts([row(native), row(samples, "dyt")])
     assert (first.verdict, second.verdict) == ("", verdict)
 
 
@@ -87,7 +87,7 @@ def test_a_row_is_compared_with_the_native_one_of_its_setting():
     others = [row([1.0, 2.0, 4.0], "dyt", *setting) for setting in (("eager",), ("compile",), ("fused",))]
     others += [row([2.0] * 3, "dyt", scope="model"), row([2.0] * 3, "dyt", passes=BOTH)]
     others.append(row([2.0] * 3, "dyt", "compile", BOTH))  # without a native norm
-    measured = judged(rows + others)[len(rows) :]
+    measured = with_verdicts(rows + others)[len(rows) :]
     assert [timing.ratio for timing in measured] == [1.0, 0.5, 1.0, 0.25, 0.125, None]
     assert (measured[0].p25, measured[0].median, measured[0].p75) == (1.5, 2.0, 3.0)
 

@@ -106,7 +106,7 @@ def test_healing_closes_most_of_the_drift_and_reports_the_share(networks):
 def test_the_best_state_is_kept_and_never_one_worse_than_the_start(networks, monkeypatch, rate):
     original, swapped = networks
     monkeypatch.setattr(training, "rate_for", lambda width, steps: rate)
-    before, judged = drift(original, swapped), Pool.of(LEARN).judged
+    before, judged = drift(original, swapped), Pool.of(LEARN).validation
     judged_before = drift(original, swapped, judged)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, steps=60)
     best = report.before["median"]
