@@ -347,7 +347,8 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     if options.weights == "pretrained":
         module = placed(module, options)  # in the dtypes of its class, some of whose parts may stay in float32
     else:
-        module, provenance = ready(module, provenance, options)
+        parts: list[str] | str = kind._keep_in_fp32_modules or []
+        module, provenance = ready(module, provenance, options, [parts] if isinstance(parts, str) else parts)
     inputs = PipelineCalls(pipeline, options)
     task = Task(unmeasured="the latents are of the pipeline's own trajectories, of which no true noise is known")
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)

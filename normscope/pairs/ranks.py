@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any, Literal
 
 import torch
@@ -156,7 +157,7 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
 
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
     """Refuse ranks that were asked for different things; DataError on all of them."""
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(settings, default=methodcaller("item")))  # numbers of NumPy and torch
     for rank, theirs in enumerate(ranks.gather(settings)):
         for name, value in settings.items():
             if theirs.get(name) != value:

@@ -61,14 +61,18 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that mean nothing; UsageError."""
-        if self.sample is not None and self.sample < 1:
+        if self.sample is not None and not _at_least(1, self.sample):
             raise UsageError(
-                f"sample is {self.sample}: it is a number of tokens, at least 1; without it, all are taken."
+                f"sample is {self.sample!r}: it is a number of tokens, at least 1; without it, all are taken."
             )
-        if self.keep_inputs < 0:
-            raise UsageError(f"keep_inputs is {self.keep_inputs}: it is a number of inputs, 0 to keep none.")
-        if not isinstance(self.skip, Integral) or self.skip < 0:
+        if not _at_least(0, self.keep_inputs):
+            raise UsageError(f"keep_inputs is {self.keep_inputs!r}: it is a number of inputs, 0 to keep none.")
+        if not _at_least(0, self.skip):
             raise UsageError(f"skip is {self.skip!r}: it is a number of positions, 0 to leave none out.")
+
+
+def _at_least(least: int, number: object) -> bool:
+    return isinstance(number, Integral) and int(number) >= least
 
 
 @dataclass

@@ -6,6 +6,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, T
     Raises:
         UsageError: if the system cannot write it there.
     """
-    text = json.dumps({**header, _CHECKSUMS: _checksums(header, tensors)})
+    text = _as_text({**header, _CHECKSUMS: _checksums(header, tensors)})
     # Under one key: safetensors writes several in any order, and equal captures would make different files.
     with whole_file(path) as partial:
         write_tensors(tensors, partial, {HEADER: text})
@@ -83,4 +84,8 @@ def refusing_damage(path: Path, form: str, again: str = _AGAIN) -> Iterator[None
 def _checksums(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the CRC32 of the bytes of each tensor, and under the empty name of the header's JSON."""
     data = {name: tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in sorted(tensors)}
-    return {"": zlib.crc32(json.dumps(header).encode()), **{name: zlib.crc32(bits) for name, bits in data.items()}}
+    return {"": zlib.crc32(_as_text(header).encode()), **{name: zlib.crc32(bits) for name, bits in data.items()}}
+
+
+def _as_text(header: Mapping[str, Any]) -> str:
+    return json.dumps(header, default=methodcaller("item"))  # numbers of NumPy and torch as Python's

@@ -292,3 +292,12 @@ def test_progress_counts_samples():
     told.clear()
     normscope.capture(network.module, iter(list(network.inputs)), progress=lambda *step: told.append(step))
     assert told == [("samples", done, None) for done in (0, 8, 16, 20)]
+
+
+def test_options_and_samples_may_be_numbers_of_numpy_and_torch(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    samples = tuple(Sample("a", i, i, label=torch.tensor(3)) for i in np.arange(2))
+    batch = normscope.Batch((torch.randn(2, 5, 4),), samples=samples)
+    seen = normscope.capture(model, [batch], seed=np.int64(1), sample=np.int64(3), skip=np.int64(1))
+    normscope.save_capture(seen, tmp_path / "seen.safetensors")
+    assert normscope.load_capture(tmp_path / "seen.safetensors").seed == 1

@@ -6,7 +6,7 @@ import hashlib
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import as_file, files
@@ -186,12 +186,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def ready(module: nn.Module, provenance: Provenance, options: LoadOptions) -> tuple[nn.Module, Provenance]:
-    """Put a module into eval mode, in the requested dtype and onto the requested devices; note a conversion."""
-    before = dtypes_of(module.state_dict())
-    if options.dtype is not None:
+def ready(
+    module: nn.Module, provenance: Provenance, options: LoadOptions, float32_parts: Collection[str] = ()
+) -> tuple[nn.Module, Provenance]:
+    """Put a module into eval mode, in the requested dtype and onto the requested devices; note a conversion.
+
+    If a class of diffusers keeps parts of some names in float32, at any depth, its buffers keep their dtypes too.
+    """
+    before = dtypes_of(dict(module.named_parameters()))
+    if options.dtype is not None and float32_parts:
+        for name, parameter in module.named_parameters():
+            stays = not set(float32_parts).isdisjoint(name.split("."))
+            parameter.data = parameter.data.to(torch.float32 if stays else options.dtype)
+    elif options.dtype is not None:
         nn.Module.to(module, options.dtype)  # diffusers' own to() warns
-    return placed(module, options), with_conversion(provenance, before, dtypes_of(module.state_dict()))
+    return placed(module, options), with_conversion(provenance, before, dtypes_of(dict(module.named_parameters())))
 
 
 def placed(module: nn.Module, options: LoadOptions) -> nn.Module:

@@ -10,6 +10,7 @@ import normscope
 from normscope.errors import ModelError
 from normscope.loading import load
 from normscope.models import diffusion
+from normscope.runtime.network import run
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,3 +109,14 @@ def test_without_accelerate_only_parts_in_float32_of_saved_weights_are_refused(w
     network = loaded(wan, weights="random")
     assert network.inputs.pipeline.transformer is network.module
     assert normscope.capture(network.module, network.inputs).n_samples > 0
+
+
+def test_a_swap_in_half_precision_loads_with_the_same_outputs(wan, small, tmp_path):
+    network = loaded(wan, dtype="bfloat16")
+    assert {tensor.dtype for tensor in network.module.parameters()} == {torch.float32, torch.bfloat16}
+    normscope.swap(network, "dyt", normscope.capture(network, layers=1))
+    batch = next(iter(network.inputs))
+    expected = run(network.module, batch)[0]
+    folder = normscope.save_swapped(network.module, tmp_path / "swap", network.about)
+    again = normscope.load_swapped(folder, dtype="bfloat16", device="cpu", limit=1, timesteps=1)
+    assert torch.equal(run(again.module, batch)[0], expected)
