@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -132,6 +133,10 @@ def main() -> None:
     # Idle OpenMP threads that spin slow a busy machine down 40-fold; torch reads this variable when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend a notebook or a shell has set
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    if sys.stdout is None:  # a command's results would be lost
+        print_error("Standard output is closed; give it a file or a pipe.")
+        sys.exit(UsageError.exit_status)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # α, where the encoding is not UTF-8
     status: int | str | None = None

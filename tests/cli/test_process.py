@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -160,3 +162,13 @@ def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkey
     assert kept.is_dir() and not file.exists()
     assert f"going on from {kept.name}" in invoke(f"{CAPTURED} --resume", cwd=tmp_path).stderr
     assert normscope.load_capture(file).n_samples == 3 and not kept.exists()
+
+
+def test_closed_streams():
+    """Daemons close both: results need stdout, messages do not need stderr."""
+    models = [sys.executable, "-m", "normscope", "models"]
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *models], capture_output=True, text=True)
+    assert closed.returncode == UsageError.exit_status
+    assert closed.stderr == "Error: Standard output is closed; give it a file or a pipe.\n"
+    quiet = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *models], capture_output=True, text=True)
+    assert quiet.returncode == 0 and "demo_vit" in quiet.stdout

@@ -57,6 +57,7 @@ def heal(
     from normscope.tools.heal.training import check_asked
 
     replacement = swapping.SwapChoice.of(func, init, per, shift)
+    swapping.check_kernels([replacement], run.device)
     if minutes is None and steps is None:
         steps = STEPS
     check_options(train, steps, minutes)
@@ -126,7 +127,7 @@ def heal(
         whole["keep"] = choice.as_dict()
         written.append(drawn_choice)
     _print(report, out)
-    swapping.print_quality(report.quality, report.no_quality, func, replacement.start, out)
+    swapping.print_quality(report.quality, report.no_quality, func, replacement.init, out)
     for path in written:
         out.result(str(path))
     swapping.print_loading(model, folder, out)
@@ -136,7 +137,7 @@ def heal(
 def _remark_on(check: TrainingCheck, out: Output) -> None:
     values = {"loss": check.loss, "drift on the samples that decide": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
-    out.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['an earlier state was better']))}")
+    out.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['state not kept']))}")
 
 
 def _print(report: HealReport, out: Output) -> None:

@@ -251,29 +251,30 @@ def mean_line(moments: Tensor, axis: XAxis, inches: float) -> tuple[Array, Array
     n, sum_x, sum_y = moments[:3, moments[0] > 0].numpy()
     low, high = axis.along(np.array(axis.limits))
     share = (axis.along(sum_x / n) - low) / (high - low)
-    n, sum_x, sum_y, share = (values[(share >= 0) & (share <= 1)] for values in (n, sum_x, sum_y, share))
-    points: list[NDArray[np.float64]] = []
-    for run in np.split(np.arange(len(n)), np.flatnonzero(np.diff(share) > _MOST_APART) + 1):
-        if not len(run):
-            continue
-        starts = group_starts(n[run], share[run], 1 / max(20, _POINTS_AN_INCH * inches), _LEAST_COUNT)
-        total, x, y = (np.add.reduceat(values[run], starts) for values in (n, sum_x, sum_y))
-        ends = np.append(starts[1:], len(run)) - 1
-        near = share[run][ends] - share[run][starts] <= _MOST_APART
-        points += [*np.stack([x / total, y / total], 1)[near & (total >= _LEAST_COUNT)]]
-    line = np.array(points).reshape(-1, 2)
-    gaps = np.flatnonzero(np.diff(axis.along(line[:, 0])) > (high - low) * _MOST_APART) + 1
-    x, y = np.insert(line, gaps, np.nan, axis=0).T
+    inside = (share >= 0) & (share <= 1)
+    if not inside.any():
+        return np.empty(0), np.empty(0)
+    n, sum_x, sum_y, share = n[inside], sum_x[inside], sum_y[inside], share[inside]
+    columns = np.floor(share * max(20, _POINTS_AN_INCH * inches))
+    starts = np.flatnonzero(np.diff(columns, prepend=-np.inf))
+    n, sum_x, sum_y, share = (
+        np.add.reduceat(n, starts),
+        np.add.reduceat(sum_x, starts),
+        np.add.reduceat(sum_y, starts),
+        np.stack([share[starts], share[np.append(starts[1:], len(share)) - 1]]),
+    )
+    points, first = [], 0
+    for last in range(len(n)):
+        while share[1, last] - share[0, first] > _MOST_APART and first < last:
+            first += 1
+        window = slice(first, last + 1)
+        if (total := n[window].sum()) >= _LEAST_COUNT:
+            points.append((sum_x[window].sum() / total, sum_y[window].sum() / total))
+            first = last + 1
+    return _broken(np.array(points).reshape(-1, 2), axis, (high - low) * _MOST_APART)
+
+
+def _broken(points: Array, axis: XAxis, farthest: float) -> tuple[Array, Array]:
+    gaps = np.flatnonzero(np.diff(axis.along(points[:, 0])) > farthest) + 1
+    x, y = np.insert(points, gaps, np.nan, axis=0).T
     return x, y
-
-
-def group_starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.intp]:
-    """First bins of the groups: at most one in a multiple of ``width``, each of ``least_count`` pairs if there are."""
-    cuts = np.flatnonzero(np.diff(np.floor(x / width), prepend=-np.inf))
-    starts, in_group = [0], 0.0
-    for first_bin, count in zip(cuts, np.add.reduceat(n, cuts), strict=True):
-        if in_group >= least_count:
-            starts.append(int(first_bin))
-            in_group = 0.0
-        in_group += count
-    return np.array(starts[:-1] if in_group < least_count and len(starts) > 1 else starts)

@@ -102,6 +102,7 @@ def plot_drift(
                 _draw_panel(ax, lines, panel, paths)
                 _finish(ax, theme)
             if panel in wide:
+                ax.set_xlim(-0.5, len(paths) - 0.5)
                 name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
             if panel in wide[:1]:
                 _sign_placements(ax, sites, paths, theme)

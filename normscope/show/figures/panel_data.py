@@ -13,7 +13,6 @@ from torch import Tensor
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats
-from normscope.show.figures.axes import group_starts
 
 Array = NDArray[np.float64]
 _EXTREME_CHANNELS = 4
@@ -118,7 +117,7 @@ def residuals(
     if not n.size:
         return Residuals(np.empty(0), np.empty(0), np.empty((len(fits), 0)))
     x = sum_x.sum(0) / n.sum(0)
-    starts = group_starts(n.sum(0), along(x), width, least_count)
+    starts = _group_starts(n.sum(0), along(x), width, least_count)
     by_fold, y_by_fold = np.add.reduceat(n, starts, axis=1), np.add.reduceat(sum_y, starts, axis=1)
     total = by_fold.sum(0)
     mean = y_by_fold.sum(0) / total
@@ -131,3 +130,15 @@ def residuals(
     expected = np.stack([fit(torch.from_numpy(x)).numpy() for fit in fits]) if fits else np.empty((0, len(x)))
     at_fit = np.add.reduceat(n.sum(0) * expected, starts, axis=1) / total
     return Residuals(np.add.reduceat(sum_x.sum(0), starts) / total, np.sqrt(error), mean - at_fit)
+
+
+def _group_starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.intp]:
+    """First bins of the groups: at most one in a multiple of ``width``, each of ``least_count`` pairs if there are."""
+    cuts = np.flatnonzero(np.diff(np.floor(x / width), prepend=-np.inf))
+    starts, in_group = [0], 0.0
+    for first_bin, count in zip(cuts, np.add.reduceat(n, cuts), strict=True):
+        if in_group >= least_count:
+            starts.append(int(first_bin))
+            in_group = 0.0
+        in_group += count
+    return np.array(starts[:-1] if in_group < least_count and len(starts) > 1 else starts)

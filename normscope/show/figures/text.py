@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import textwrap
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +22,6 @@ NOTE = FontProperties(size=LEAST_POINTS)
 _MOST_LINES, _MOST_LETTERS = 3, 1000
 _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # length and height of a site's name, which stands upright
 _HINTING = 1.12  # letters are wider where they are fitted to few pixels
-_FILLED = 0.98  # share of a line's width that its letters fill, as some are wider than their mean
 _LETTERS = TextToPath()
 _ABOVE_POINTS, _BELOW_TITLE, _SPACE_POINTS = 2.5, 3.0, 3.6
 
@@ -57,9 +56,15 @@ def tail(text: str, inches: float, font: FontProperties = NOTE) -> str:
 
 def wrapped(text: str, inches: float, font: FontProperties = NOTE) -> list[str]:
     """Break a text into at most three lines of a width, at spaces where possible; an ellipsis replaces the rest."""
-    text = visible(text)[:_MOST_LETTERS]
-    letters = _FILLED * inches * len(text) / max(width_of(text, font), 1e-9)
-    return textwrap.wrap(text, max(1, int(letters)), max_lines=_MOST_LINES, placeholder="…")
+    text, lines = visible(text)[:_MOST_LETTERS], list[str]()
+    while text:
+        letters = bisect_left(range(len(text)), True, key=lambda n: width_of(text[: n + 1], font) > inches)
+        cut = letters if letters == len(text) else max(text.rfind(" ", 0, letters + 1), 0) or max(letters, 1)
+        if len(lines) == _MOST_LINES - 1 and cut < len(text):
+            return [*lines, f"{text[: letters - 1]}…"]
+        lines.append(text[:cut])
+        text = text[cut:].lstrip()
+    return lines
 
 
 def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:

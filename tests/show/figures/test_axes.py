@@ -205,3 +205,11 @@ def test_the_panels_of_an_overview_share_axes_over_all_networks(several):
     shown = [ax for ax in normscope.figures.overview(captures, share_axes=True).axes if ax.images]
     assert len(shown) == 3
     assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in shown}) == 1
+
+
+def test_the_mean_of_dense_bins_is_drawn_between_sparse_ones():
+    x = torch.tensor([0, 0.4, 0.8, 1.2, 5, 5.4, 5.8], dtype=torch.float64)
+    n = torch.tensor([5, 5, 5000, 5, 5, 5, 5000], dtype=torch.float64)
+    at, mean = mean_line(torch.stack([n, n * x, n * x / 2, n, n, n]), XAxis((-0.2, 10)), 2.0)
+    assert at[[0, 2]] == pytest.approx([0.8, 5.8], abs=0.001) and np.isnan(at[1])
+    assert mean[[0, 2]] == pytest.approx(at[[0, 2]] / 2)
