@@ -188,7 +188,7 @@ def test_the_choice_is_saved_shown_and_drawn(tmp_path):
         assert [line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "X"] == [
             [[kept, 0.5] for kept in range(crosses)]
         ]
-    assert ax.lines[2].get_ydata() == [medians[2]]  # the calibrated swap on held-out inputs
+    assert [medians[2]] in [list(line.get_ydata()) for line in ax.lines]  # the calibrated swap on held-out inputs
     assert list(quality.lines[0].get_ydata()) == [report.quality.scores[f"{kept} kept"].value for kept in range(3)]
     plt.close(figure)
     normscope.figures.save_figure(figure, Path(tmp_path, "keep.png"), report.about)

@@ -26,9 +26,10 @@ CLASSES = Outputs("classes")
 
 
 @pytest.fixture(autouse=True)
-def no_lock(monkeypatch):
-    """Ranks are processes, which do not wait for one another; here they are threads."""
+def ranks_in_threads(monkeypatch):
+    """Ranks are processes, each with torch's settings; as threads they neither wait for one another nor set any."""
     monkeypatch.setattr(network, "_one_thread", contextlib.nullcontext())
+    monkeypatch.setattr(network, "module_by_module", lambda model: contextlib.nullcontext())
 
 
 class Stack(PreNorm):
