@@ -17,7 +17,7 @@ from typing import Any
 
 from normscope.errors import StoppedError, UsageError, count
 from normscope.inputs.chunks import InputSet
-from normscope.pairs.progress import Progress, pack_progress, unpack_progress
+from normscope.pairs.progress import CaptureProgress, pack_progress, unpack_progress
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.recorder import Recorder
 from normscope.runtime.checked_files import read_checked, refusing_damage, write_checked
@@ -136,7 +136,7 @@ class Checkpoints:
         kind = {"format": FORMAT, "version": FORMAT_VERSION, "settings": self._settings}
         write_checked(self._path, kind | header, tensors)
 
-    def _read(self) -> Progress:
+    def _read(self) -> CaptureProgress:
         header, tensors = read_checked(self._path, FORMAT, FORMAT_VERSION, _AGAIN)
         with refusing_damage(self._path, FORMAT, _AGAIN):
             for name, value in self._settings.items():

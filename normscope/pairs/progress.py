@@ -19,7 +19,7 @@ from normscope.runtime.records import converted
 
 
 @dataclass
-class Progress:
+class CaptureProgress:
     """A capture under way, and the inputs that are in it.
 
     Attributes:
@@ -40,10 +40,10 @@ class Progress:
         empty = replace(self.capture, skipped=[], stats={}, parts={}, inputs=())
         return self.capture.parts.setdefault(name, empty)
 
-    def merge(self, other: Progress) -> Progress:
+    def merge(self, other: CaptureProgress) -> CaptureProgress:
         """Return the progress of both, whose inputs differ."""
         least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
-        merged = Progress(added(self.capture, other.capture), {**other.first, **least})
+        merged = CaptureProgress(added(self.capture, other.capture), {**other.first, **least})
         for progress in (self, other):
             merged.done.update(progress.done)
             merged.left_out.add(progress.left_out)
@@ -59,20 +59,20 @@ class _Stored:
     cut: int
 
 
-def pack_progress(progress: Progress) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def pack_progress(progress: CaptureProgress) -> tuple[dict[str, Any], dict[str, Tensor]]:
     header, tensors = pack(progress.capture)
     unreadable = list(progress.left_out.unreadable.items())
     header |= {"first": progress.first, "unreadable": unreadable, "cut": progress.left_out.cut}
     return header, tensors | {"done": bytes_as_tensor(progress.done.flags)}
 
 
-def unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Progress:
+def unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CaptureProgress:
     stored = converted(_Stored, header, "progress")
     done = InputSet(tensors["done"].numpy().tobytes())
-    return Progress(unpack(header, tensors), stored.first, done, LeftOut(dict(stored.unreadable), stored.cut))
+    return CaptureProgress(unpack(header, tensors), stored.first, done, LeftOut(dict(stored.unreadable), stored.cut))
 
 
-def merge_progress(progress: Progress, ranks: Ranks) -> Progress:
+def merge_progress(progress: CaptureProgress, ranks: Ranks) -> CaptureProgress:
     """Return the progress of all ranks, which observe the same sites.
 
     Raises:
@@ -84,10 +84,10 @@ def merge_progress(progress: Progress, ranks: Ranks) -> Progress:
     headers = ranks.gather(header)
     files = ranks.gather_bytes(safetensors.torch.save(tensors))
     parts = (unpack_progress(*part) for part in zip(headers, map(safetensors.torch.load, files), strict=True))
-    return functools.reduce(_merged_apart if ranks.own_batches else Progress.merge, parts)
+    return functools.reduce(_merged_apart if ranks.own_batches else CaptureProgress.merge, parts)
 
 
-def _merged_apart(first: Progress, second: Progress) -> Progress:
+def _merged_apart(first: CaptureProgress, second: CaptureProgress) -> CaptureProgress:
     """Merge the progress of ranks with batches of their own."""
     for name, part in second.capture.parts.items():
         before = first.capture.parts.get(name)

@@ -28,7 +28,7 @@ from normscope.norms.verification import check
 from normscope.pairs.captures import Capture, sums_of, versions, without_first
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.positions import layouts, positions_along, refuse_skipping
-from normscope.pairs.progress import Progress
+from normscope.pairs.progress import CaptureProgress
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Positions
 from normscope.pairs.token_axes import TokenAxes, padded
@@ -107,7 +107,7 @@ class Recorder:
     ) -> None:
         """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
         self.model, self.options, self.report, self.sites = model, options, report, sites
-        self.progress = Progress(Capture({}, sites, [], {}, 0, options.seed, {}, skip=options.skip))
+        self.progress = CaptureProgress(Capture({}, sites, [], {}, 0, options.seed, {}, skip=options.skip))
         self.hooks = PassHooks()
         self._keeper = InputKeeper(options.keep_inputs, previews)
         self._halving = Halving("taken")
