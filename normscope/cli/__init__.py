@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
+import traceback
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +39,7 @@ from normscope.models.registry import is_diffusion
 
 _FULL_DISK, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
 _CAPTURE_ONLY = {f"--{name.replace('_', '-')}" for name in CAPTURE_ONLY}
+_REPORTED = ("torch", "torchaudio", "timm", "diffusers", "transformers", "numpy", "numba", "triton", "matplotlib")
 _TYPER_CLOSED_PIPE = 1  # exit status of Typer and rich where the reader of the output has gone
 
 
@@ -89,6 +94,8 @@ class _Group(TyperGroup):
             print_stop(str(stopped))
             raise typer.Exit(stopped.exit_status) from None
         except NormscopeError as error:
+            if os.environ.get("NORMSCOPE_DEBUG") == "1":
+                traceback.print_exc()
             print_error(str(error))
             raise typer.Exit(error.exit_status) from None
         except KeyboardInterrupt:
@@ -104,7 +111,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="See what the normalization layers of a pretrained network really do.",
-    epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
+    epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe. "
+    "NORMSCOPE_DEBUG=1 prints the traceback of an error.",
 )
 for _command in (
     *(plot, fit, stats, gradient, report, compare, timeline, swap_bench, swap, heal, simplify),
@@ -114,15 +122,27 @@ for _command in (
 
 
 def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"normscope {normscope.__version__}")
-        raise typer.Exit
+    if not asked:
+        return
+    import torch
+
+    libraries = []
+    for name in _REPORTED:
+        with suppress(metadata.PackageNotFoundError):
+            libraries.append(f"{name} {metadata.version(name)}")
+    devices = ["cpu", *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
+    devices += ["mps"] if torch.backends.mps.is_available() else []
+    print(f"normscope {normscope.__version__}")
+    print(f"Python {platform.python_version()}, {platform.platform()}")
+    print(", ".join(libraries))
+    print(f"Devices: {', '.join(devices)}")
+    raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and devices that a bug report needs.")
     ] = False,
 ) -> None:
     pass

@@ -2,12 +2,14 @@
 
 import json
 import os
+import platform
 import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 import normscope
 from normscope.cli import app
 from normscope.cli.options import PANELS
+from normscope.errors import ModelError
 
 CHECKOUT = Path(normscope.__file__).parents[1]
 
@@ -188,8 +191,19 @@ def test_pipes_get_no_colour_and_no_progress(folder):
     assert "\x1b[3" not in done.stdout + done.stderr
 
 
-def test_version():
-    assert invoke("--version").stdout.startswith("normscope 0.")
+def test_the_version_names_what_a_bug_report_needs():
+    lines = invoke("--version").stdout.splitlines()
+    assert lines[0] == f"normscope {normscope.__version__}"
+    assert lines[1].startswith(f"Python {platform.python_version()}, ")
+    assert f"torch {version('torch')}, " in lines[2]
+    assert lines[3].startswith("Devices: cpu")
+
+
+@pytest.mark.parametrize("debug", ["", "0", "1"])
+def test_a_traceback_is_printed_on_request_only(debug):
+    result = invoke("plot no_such_model", status=ModelError.exit_status, NORMSCOPE_DEBUG=debug)
+    assert ("Traceback" in result.stderr) == (debug == "1")
+    assert "Error: There is no model 'no_such_model'." in result.stderr
 
 
 @pytest.mark.slow
