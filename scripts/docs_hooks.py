@@ -1,11 +1,8 @@
-"""Hooks of ``mkdocs build``: add files outside of docs/ to the site, and convert docstrings."""
+"""Hooks of ``mkdocs build`` that add files outside of docs/ to the site."""
 
 import re
 from pathlib import Path
-from textwrap import indent
-from typing import Any
 
-from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -16,8 +13,6 @@ OUTSIDE = (
     *("CHANGELOG.md", "CITATION.cff"),
 )
 _LINK = re.compile(r"\]\(\.\./([^)#]+)")
-_ROLE = re.compile(r":(?:func|class|mod|attr|meth|data):`~?([^`]+)`")
-_DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,13 +27,3 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Redirect links that leave docs/ to the files that :func:`on_files` added."""
     return _LINK.sub(lambda link: f"]({link[1]}" if files.get_file_from_path(link[1]) else link[0], markdown)
-
-
-class Docstrings(Extension):
-    """Converter of docstrings: doctests to examples, names without Sphinx's roles."""
-
-    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Convert the docstring of a function, class or module."""
-        if obj.docstring is not None:
-            text = _ROLE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = _DOCTEST.sub(lambda match: "Examples:\n" + indent(match[0], "    "), text)

@@ -1,5 +1,6 @@
 """The docs agree with the tables that they show; the options that they name exist, and their Python runs."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -39,11 +40,17 @@ def descendants(kind):
 
 def test_the_reference_names_everything_public():
     page = (DOCS / "reference.md").read_text(encoding="utf-8")
-    named = re.findall(r"^::: normscope\.(\w+|(?:figures|errors)\.\w+)$", page, re.MULTILINE)
+    named = re.findall(r"^### `normscope\.(\w+|(?:figures|errors)\.\w+)`$", page, re.MULTILINE)
     figures = [f"figures.{name}" for name in normscope.figures.__all__]
     public = {normscope.errors.NormscopeError, *descendants(normscope.errors.NormscopeError)}
     errors = [f"errors.{error.__name__}" for error in public if error.__module__ == "normscope.errors"]
     assert sorted(named) == sorted([*set(normscope.__all__) - {"figures", "errors"}, *figures, *errors])
+
+
+def test_the_reference_is_that_of_todays_docstrings(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert page == importlib.import_module("make_reference").reference(), "run scripts/make_reference.py"
 
 
 def test_the_citation_is_of_this_version():
