@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(path for suffix in ("md", "ipynb", "html") for path in DOCS.rglob(f"*.{suffix}")),
     *sorted(ROOT.glob("normscope/models/embedded/*.md")),
 ]
