@@ -165,7 +165,8 @@ def finish(
     if added and path.exists():
         record = joined(json.loads(path.read_text(encoding="utf-8")), record)
     args.results.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    path.write_text(text.replace("Infinity", "1e999") + "\n", encoding="utf-8")  # an overflow that JSON can express
     print(path)
     if failed:
         sys.exit("\n".join(failed))
@@ -215,11 +216,11 @@ def tables_of(record: Mapping[str, Any]) -> list[str]:
 def cell(samples: Sequence[float], error: float | None = None) -> str:
     """Format a median with its range or its standard error.
 
-    >>> cell([1.0, 3.0, 2.0]), cell([0.25]), cell([12_345.6, 12_345.6]), cell([94.5], 1.14)
-    ('2 (1–3)', '0.25', '12,346', '94.5 ± 1.1')
+    >>> cell([1.0, 3.0, 2.0]), cell([0.25]), cell([12_345.6, 12_345.6]), cell([5.8e40]), cell([94.5], 1.14)
+    ('2 (1–3)', '0.25', '12,346', '5.8e+40', '94.5 ± 1.1')
     """
     middle, low, high = (
-        f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"
         for value in (statistics.median(samples), min(samples), max(samples))
     )
     if error is not None:

@@ -1,6 +1,8 @@
 """Output error after a swap of all norms, after calibration and after healing: ``python benchmarks/swaps.py``.
 
-Heal for four minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``.
+Squashing functions, as in arXiv 2503.10622: ``--models minilm,dinov2_small,smart_turn --curves dyt,hardtanh,sigmoid
+--ways fit,paper,identity,rmsnorm``, and ``--models smollm2_135m --limit 32 … --ways fit,identity``. Heal for four
+minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from common import Measurement, finish, in_own_process, names, options
@@ -30,9 +33,11 @@ OTHERS = ("free", "best", "identity", "rmsnorm")
 TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "healed")
 ABOUT = """
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms;
-an output of zero has an error of 1; cosine: of both outputs. The demo networks are embedded toys. minilm is
-all-MiniLM-L6-v2, a pretrained network; it learns from {texts} docstrings of Python's standard library, and {held_out}
-docstrings of other modules are held out. Start values are fitted to the inputs to learn from, with s, weighted by γ².
+an output of zero has an error of 1; cosine: of both outputs. The demo networks are embedded toys; the others are
+pretrained, see scripts/fetch_pretrained.py. Those of text learn from {texts} docstrings of Python's standard library,
+and {held_out} docstrings of other modules are held out (with --limit N, N of each). dinov2_small has eight crops of
+three photographs, smart_turn eight recordings: in three and four rounds, each photograph or recording is held out once.
+Start values are fitted to the inputs to learn from, with s, weighted by γ².
 Samples are inputs; numbers are median, smallest and largest. Paper: A = 1, α = 0.5, s = 0, and the original γ and β.
 free is E[y|x] itself, with one shape for all channels of a site. Functions calibrated: by normscope.calibrate with
 refit="norms". Calibrated: with the neighbouring linear layers too. Two kept: all norms are replaced except two, which
@@ -65,9 +70,28 @@ def main() -> None:
 def measured(
     model: str, curves: Sequence[str], ways: Sequence[str], texts: int, limit: int | None, length: dict[str, float]
 ) -> list[Measurement]:
-    """Swap every curve in every way, and compare the outputs."""
+    """Swap every curve in every way, and compare the outputs; samples are those of all rounds."""
     torch.set_num_threads(1)
-    network, learned, held_out = inputs_of(model, texts, limit)
+    network, divisions = inputs_of(model, texts, limit)
+    results: dict[tuple[str, str], Measurement] = {}
+    for learned, held_out in divisions:
+        for row in round_of(model, network, learned, held_out, curves, ways, length):
+            key = row.way, row.quantity
+            samples = [*results[key].samples, *row.samples] if key in results else row.samples
+            results[key] = replace(row, samples=samples)
+    return list(results.values())
+
+
+def round_of(
+    model: str,
+    network: LoadedModel,
+    learned: Sequence[normscope.Batch],
+    held_out: Sequence[normscope.Batch],
+    curves: Sequence[str],
+    ways: Sequence[str],
+    length: dict[str, float],
+) -> Iterator[Measurement]:
+    """Learn from some inputs, and compare the outputs on others."""
     seen = normscope.capture(network.module, learned, by_gamma=True)
     healing = {"outputs": network.outputs, **length}
 
@@ -90,7 +114,7 @@ def measured(
     pairs = [(curve, way) for curve in curves for way in ways if way not in OTHERS]
     pairs += [(way, "") for way in ways if way in OTHERS]
     meter = QualityMeter(network, None, held_out, network.outputs, silent)
-    results = list(quality("original", network.module, model, meter))
+    yield from quality("original", network.module, model, meter)
     for curve, way in pairs:
         began = time.process_time()
         module = swapped(curve, way)
@@ -99,8 +123,7 @@ def measured(
         rows = compared(name, module, model, network, held_out)
         rows += [Measurement(model, name, "CPU", "s", [seconds]), *quality(name, module, model, meter)]
         print(name, *rows, sep="\n", flush=True)
-        results += rows
-    return results
+        yield from rows
 
 
 @torch.no_grad()

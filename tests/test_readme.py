@@ -1,6 +1,7 @@
 """README's Python is run as it stands; its commands are what .ci/run runs."""
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -61,6 +62,10 @@ def samples_of(name):
     return {(row["case"], row["way"], row["quantity"]): row["samples"] for row in rows}
 
 
+def medians_of(name):
+    return {key: statistics.median(samples) for key, samples in samples_of(name).items()}
+
+
 def assert_shown(texts, values):
     """Each number in the text is the committed one, rounded to its digits."""
     texts = [text.replace("−", "-").replace(",", "") for text in texts]
@@ -69,7 +74,7 @@ def assert_shown(texts, values):
 
 def found(pattern, page=README):
     """Return the numbers at each ``#`` of a pattern that matches a page once."""
-    [match] = re.finditer(pattern.replace("#", r"(−?\d+(?:\.\d+)?)").replace(" ", r"\s+"), page)
+    [match] = re.finditer(pattern.replace("#", r"(−?\d+(?:,\d{3})*(?:\.\d+)?)").replace(" ", r"\s+"), page)
     return match.groups()
 
 
@@ -101,7 +106,8 @@ def test_numbers_of_the_same_run_in_the_docs_are_committed_results():
     [tanh] = samples["minilm", "all norms", "mean R² of tanh"]
     swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
     cosines = [statistics.median(values) for values in swaps]
-    assert_shown(found("DyT leaves a cosine of #, RMSNorm #:", pages["index"]), cosines)
+    shown = found(r"DyT leaves a cosine of #, RMSNorm # \(median of # texts\):", pages["index"])
+    assert_shown(shown, [*cosines, len(swaps[0])])
     shown = found(r"mean R² of #, and their swap leaves a cosine of # \(median of # texts\)\.", pages["swaps"])
     assert_shown(shown, [tanh, cosines[0], len(swaps[0])])
     assert_shown(found(r"keeps the scale of each token and leaves #\.", pages["swaps"]), [cosines[1]])
@@ -117,13 +123,19 @@ def test_numbers_of_the_same_run_in_the_docs_are_committed_results():
 
 
 def test_the_numbers_of_its_limits_are_committed_results():
-    texts = [samples_of("readme")["minilm", "all norms → dyt", "relative L2"]]
-    texts += [samples_of("conversion")["minilm", "DyT, fitted", "relative L2"]]
-    swaps, medians = samples_of("swaps"), list(map(statistics.median, texts))
-    embedded = [statistics.median(swaps[name, "dyt, fit", "relative L2"]) for name in embedded_models()]
-    least, most, *shown = found(r"relative L2 of # to # on the embedded networks, # to # on all-MiniLM-L6-v2")
-    assert_shown([least, most, *shown], [min(embedded), max(embedded), *medians])
-    assert_shown(found(r"on all-MiniLM-L6-v2 \(# to # texts\)"), map(len, texts))
+    swaps, pages = medians_of("swaps"), {"README": README, "swaps": docs_page("swaps")}
+    fitted = [swaps[name, "dyt, fit", "relative L2"] for name in ("smart_turn", "dinov2_small", "minilm")]
+    for page in pages.values():
+        pattern = "leaves a relative L2 of # on a Whisper encoder, # on DINOv2 and # on all-MiniLM-L6-v2"
+        assert_shown(found(pattern, page), fitted)
+    cosine = swaps["smart_turn", "rmsnorm", "cosine"]
+    assert_shown(found(r"have large means, it leaves # \(8 recordings\)", pages["swaps"]), [cosine])
+    embedded = [swaps[name, "identity", "relative L2"] for name in embedded_models()]
+    least, most, *pretrained = found(
+        "toys keep a relative L2 of # to #; all-MiniLM-L6-v2 gets # and the Whisper encoder #", pages["swaps"]
+    )
+    assert_shown([least, most], [min(embedded), max(embedded)])
+    assert_shown(pretrained, [swaps[name, "identity", "relative L2"] for name in ("minilm", "smart_turn")])
     calibrated = [
         values[0] for (_, way, name), values in samples_of("calibration").items() if (way, name) == WITH_NEIGHBOURS
     ]
@@ -133,10 +145,10 @@ def test_the_numbers_of_its_limits_are_committed_results():
         if (way, name) == ("dyt, all", "closed") and case in HEALED
     ]
     assert len(calibrated) == len(healed) == 5
-    for closed, pattern in ((calibrated, "recovers # to # % of that"), (healed, "and `heal` # to # % ")):
+    for closed, pattern in ((calibrated, "recovers # to # % of the error"), (healed, "and `heal` # to # % ")):
         assert_shown(found(pattern), [min(closed), max(closed)])
     expected = [of(closed) for closed in (calibrated, healed) for of in (min, max)]
-    assert_shown(found("Calibration recovers # to # % of that, and healing # to # %", docs_page("swaps")), expected)
+    assert_shown(found("calibration recovers # to # % of the error, and healing # to # %", pages["swaps"]), expected)
 
 
 def docs_page(name):
@@ -144,10 +156,6 @@ def docs_page(name):
 
 
 # Rows of the tables in docs/swaps.md, by their names in the results.
-QUALITY = {
-    "`demo_vit`, top-1 accuracy, 64 digits": ("demo_vit", "top-1 accuracy"),
-    "`demo_wav2vec2`, correct words of 60": ("demo_wav2vec2", "word accuracy"),
-}
 CONVERSION = {
     "RMSNorm": "RMSNorm",
     "DyT for all 13, fitted": "DyT, fitted",
@@ -179,16 +187,7 @@ HEALING = {
 
 def test_the_tables_of_swaps_are_committed_results():
     page = docs_page("swaps")
-    medians = {
-        name: {key: statistics.median(values) for key, values in samples_of(name).items()}
-        for name in ("swaps", "conversion", "calibration", "prenorm", "healing")
-    }
-
-    rows, swaps = rows_of(page, "with all norms swapped"), medians["swaps"]
-    assert rows.keys() == QUALITY.keys()
-    for row, (case, measure) in QUALITY.items():
-        ways = ("original", "dyt, fit", "dyt, theory", "dyt, paper", "rmsnorm")
-        assert_shown(rows[row], [100 * swaps[case, way, measure] for way in ways])
+    medians = {name: medians_of(name) for name in ("conversion", "calibration", "prenorm", "healing")}
 
     rows, minilm = rows_of(page, "all-MiniLM-L6-v2"), medians["conversion"]
     assert_shown(rows.pop("original"), [0, minilm["minilm", "original", "own text found"]])
@@ -217,6 +216,55 @@ def test_the_tables_of_swaps_are_committed_results():
         assert_shown(rows[row], [healed[case, "dyt, all", column] for column in columns])
 
 
+# Rows of the tables of pretrained networks in docs/papers.md, by their names in the results.
+FIGURES = {
+    "DINOv2: 25, 8 crops": ("dinov2_small", "figures"),
+    "Whisper encoder: 9, 8 recordings": ("smart_turn", "figures"),
+    "SmolLM2-135M: 61, 12 texts": ("smollm2_135m", "figures"),
+    "without token 0: 61, 12 texts": ("smollm2_135m", "figures, without token 0"),
+    "all-MiniLM-L6-v2: 13, 12 texts": ("minilm", "figures"),
+}
+FUNCTIONS = {
+    "identity": "identity",
+    "hardtanh": "hardtanh, fit",
+    "sigmoid": "sigmoid, fit",
+    "tanh (DyT)": "dyt, fit",
+    "tanh, A = 1, α = 0.5": "dyt, paper",
+    "RMSNorm": "rmsnorm",
+}
+
+
+def test_the_tables_of_pretrained_networks_are_committed_results():
+    page, samples = docs_page("papers"), samples_of("readme")
+    rows = rows_of(page, "network: norms, inputs")
+    assert rows.keys() == FIGURES.keys()
+    for row, (case, way) in FIGURES.items():
+        values = {quantity: samples[case, way, quantity] for *of, quantity in samples if of == [case, way]}
+        r2, alpha = values["R² of tanh"], values["α"]
+        assert_shown(re.findall(r"(?<=[ :])\d+(?=[ ,])", row), [len(r2), *values["samples"]])
+        expected = [statistics.median(r2), min(r2), max(r2), values["straight"][0], min(values["nearly linear"])]
+        expected += [max(values["largest |x|"]), max(values["largest share of a channel in Σx²"])]
+        expected += [values["rank correlation of α and 1/std(x)"][0], min(alpha), max(alpha)]
+        assert_shown(rows[row], expected)
+    largest = samples["smollm2_135m", "figures", "largest |x|"]
+    assert_shown(found(r"the largest .x. rises from # to # at the feed-forward of layer 11", page), largest[23:25])
+
+    rows, samples = rows_of(page, "for all norms"), samples_of("swaps")
+    assert rows.keys() == FUNCTIONS.keys()
+    cases = ("dinov2_small", "smart_turn", "minilm")
+    numbers = found(r"DINOv2: # crops . Whisper encoder: # recordings . \S+: # docstrings . SmolLM2-135M: # doc", page)
+    counts = [len(samples[case, "dyt, fit", "relative L2"]) for case in cases]
+    assert_shown(numbers, [*counts, len(samples["smollm2_135m", "dyt, fit", "KL"])])
+    for row, way in FUNCTIONS.items():
+        expected = []
+        for case in cases:
+            errors, cosines = (samples[case, way, name] for name in ("relative L2", "cosine"))
+            expected += [statistics.median(errors), max(errors), statistics.median(cosines)]
+        kl = samples.get(("smollm2_135m", way, "KL"), [])
+        expected += [of(kl) for of in (statistics.median, max) if kl and math.isfinite(max(kl))]
+        assert_shown(rows[row], expected)
+
+
 SCALES = {
     "all-MiniLM-L6-v2": "minilm",
     "on French, German": "minilm, French and German",
@@ -241,11 +289,9 @@ def test_the_table_of_scales_of_tokens_is_a_committed_result():
                 assert float(cell) == pytest.approx(value, abs=0.0006 if value < 1 else 0.006)
 
 
-def test_single_numbers_of_other_pages_are_committed_results():
+def test_a_single_number_of_another_page_is_a_committed_result():
     [three] = samples_of("readme")["minilm", "last norm", "share of three channels in Σx²"]
     assert_shown(found("three channels with γ ≈ 0 contain # % of Σx²", docs_page("card")), [three])
-    rmsnorm = statistics.median(samples_of("conversion")["minilm", "RMSNorm", "relative L2"])
-    assert_shown(found(r"\[relative L2 of #\]", docs_page("papers")), [rmsnorm])
 
 
 def test_the_study_of_a_training_is_a_committed_result():

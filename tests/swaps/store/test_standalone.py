@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from networks import loaded_from
+from safetensors.torch import load_file
 from timm.layers import GroupNormAct, LayerNorm2d
 from torch import nn
 
@@ -32,16 +33,16 @@ FORMULAS = [
     "x**2-1e3",
 ]
 
-# A process in which normscope cannot be imported runs the example in swap.json, whose folder is its argument.
+# A process in which normscope cannot be imported runs a line of Python for a folder, which are its arguments.
 ALONE = """
-import json, os, sys, torch
+import os, sys, torch
 sys.modules["normscope"] = None
-folder = sys.argv[1]
+folder, line = sys.argv[1:]
 sys.path.insert(0, folder)
 names = {}
 if os.path.exists(folder + "/../network.pt"):
     names["network"] = torch.load(folder + "/../network.pt", weights_only=False)
-exec(json.load(open(folder + "/swap.json"))["example"].replace("FOLDER", folder), names)
+exec(line.replace("FOLDER", folder), names)
 call = torch.load(folder + "/../call.pt", weights_only=True)
 with torch.no_grad():
     given = names["network"](*call["args"], **call["kwargs"])
@@ -65,12 +66,12 @@ def test_the_names_of_parameters_are_the_published_ones(tmp_path):
     assert [str(module) for module in (dyt, derf)] == ["Pointwise(tanh, 8)", "Pointwise(derf, 8)"]
 
 
-def in_another_process(folder, batch):
-    """Return the output of a saved network in a process without normscope."""
+def in_another_process(folder, batch, line=None):
+    """Return the output of a saved network in a process without normscope; by default, of the line in swap.json."""
+    line = line or json.loads((folder / "swap.json").read_text())["example"]
     torch.save({"args": batch.args, "kwargs": dict(batch.kwargs)}, folder.parent / "call.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True, cwd=folder.parent, check=False
-    )
+    command = [sys.executable, "-c", ALONE, str(folder), line]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, check=False)
     assert done.returncode == 0, done.stderr
     return torch.load(folder.parent / "given.pt", weights_only=True)
 
@@ -141,23 +142,43 @@ def test_timm_makes_the_network_of_the_folder_and_refuses_to_load_it_with_norms(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_exact_rewrites_are_loaded_without_normscope(tied, tmp_path):
-    """An RMSNorm GPT-2 with a head of its own, by its own model type; and a Llama with other weights, by its own."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+def test_an_exact_rewrite_of_layer_norms_is_loaded_without_normscope(tmp_path):
+    """By its own model type: an RMSNorm GPT-2 with a head of its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if tied:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).eval()
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32)).eval()
-    nn.init.normal_((model.transformer.ln_f if tied else model.model.norm).weight)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).eval()
+    nn.init.normal_(model.transformer.ln_f.weight)
     batch = Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
     normscope.simplify(model, [batch])
-    save_swapped(model, tmp_path / "exact", func=EXACT if tied else FOLDED)
+    save_swapped(model, tmp_path / "exact", func=EXACT)
     with torch.no_grad():
         assert torch.equal(in_another_process(tmp_path / "exact", batch), run(model, batch).logits)
+
+
+@pytest.mark.slow
+def test_an_exactly_rewritten_llama_is_a_checkpoint_like_any_other(tmp_path):
+    """transformers needs config.json and the weights alone, in which every γ is 1; a tied head has its own copy."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
+    gammas = {name: weight for name, weight in model.named_parameters() if "norm" in name}
+    for gamma in gammas.values():
+        nn.init.normal_(gamma, 1, 0.5)
+    batch = Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
+    with torch.no_grad():
+        original = run(model, batch).logits
+    assert len(normscope.simplify(model, [batch]).folded) == len(gammas) == 5
+    folder = save_swapped(model, tmp_path / "exact", func=FOLDED)
+    for name in ("swap.json", "pointwise.py"):
+        (folder / name).unlink()
+    tensors = load_file(folder / "model.safetensors")
+    assert all(torch.equal(tensors[name], torch.ones(16)) for name in gammas)
+    line = "from transformers import AutoModelForCausalLM; network = AutoModelForCausalLM.from_pretrained('FOLDER')"
+    torch.testing.assert_close(in_another_process(folder, batch, line), original, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
