@@ -123,7 +123,8 @@ def training_data(timeline: Timeline) -> dict[str, Any]:
         rows: list[list[str]] = []
         for site, *cells in table.rows:
             rows.append([site or rows[-1][0], *cells])  # the page may sort them
-        tables.append({"heads": table.headings, "rows": rows})
+        name = "norms" if "curve" in table.headings else "point-wise functions"
+        tables.append({"name": name, "heads": table.headings, "rows": rows})
     return {
         "about": timeline.about,
         "figures": [

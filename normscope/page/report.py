@@ -32,7 +32,6 @@ SCRIPTS = (
     *("overview", "site", "explorer", "swap", "training", "compare", "page"),
 )
 _ASSETS = resources.files("normscope.page") / "assets"
-_FRAME_HEIGHT = 900  # pixels in a notebook
 _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}
 
 
@@ -77,7 +76,7 @@ class Page:
         return f"Page {self.title}: {len(self.html.encode()) / 1e6:.1f} MB"
 
     def _repr_html_(self) -> str:
-        style = f"width: 100%; height: {_FRAME_HEIGHT}px; border: 1px solid #8886"
+        style = "width: 100%; height: 900px; border: 1px solid #8886"
         return f'<iframe title="normscope report" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
 
 

@@ -178,8 +178,7 @@ def channels_data(stats: PairStats) -> dict[str, Any]:
     }
     if stats.grouped:
         x, y, channel = drawn_pairs(stats)
-        every = max(1, math.ceil(len(x) / _MOST_PAIRS))
-        order = x.argsort()[::every]
+        order = x.argsort()[:: max(1, math.ceil(len(x) / _MOST_PAIRS))]
         data |= {"x": packed(x[order], "f4"), "y": packed(y[order], "f4"), "channel": packed(channel[order], "i4")}
     return data
 

@@ -6,14 +6,17 @@ import json
 import math
 
 import pytest
+import torch
 from command_line import document, invoke
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from networks import network_of
+from torch import nn
 
+import normscope
 from normscope.cli.output import as_csv
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
-FIT = "fit demo_vit --layers 0,16 --limit 9"
 
 
 def rows_of(text):
@@ -22,11 +25,16 @@ def rows_of(text):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("records")
+    folder = tmp_path_factory.mktemp("records")
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 40)[:, None]
+    network = network_of(lambda self, x: (self.a(x), self.b(x)), a=nn.LayerNorm(8), b=nn.RMSNorm(8))
+    seen = normscope.capture(network, [x])
+    normscope.save_capture(seen, folder / "seen.safetensors")
+    return folder
 
 
 def test_csv_has_the_rows_of_the_json_document(folder):
-    done = invoke(f"{FIT} --json -o same.csv", cwd=folder)
+    done = invoke("fit seen.safetensors --json -o same.csv", cwd=folder)
     fits = json.loads(done.stdout)["fits"]
     assert len(fits) == 4 and "wrote same.csv" in done.stderr
     text = (folder / "same.csv").read_text()
@@ -52,27 +60,26 @@ def test_results_go_to_a_file_instead_of_the_terminal(folder):
 @pytest.mark.parametrize(
     ("command", "columns", "headings"),
     [
-        ("fit demo_vit", "held-out-r2,curve", ["held-out R²", "curve"]),
-        ("stats demo_vit", "site,Kurtosis", ["site", "kurtosis"]),
+        ("fit seen.safetensors", "held-out-r2,curve", ["held-out R²", "curve"]),
+        ("stats seen.safetensors", "site,Kurtosis", ["site", "kurtosis"]),
         ("layers demo_vit", "placement", ["placement"]),
     ],
 )
 def test_columns_are_chosen_by_their_headings(folder, command, columns, headings):
-    few = "" if command.startswith("layers") else "--limit 4 --layers 2"
-    done = invoke(f"{command} {few} --columns '{columns}' -q", cwd=folder, COLUMNS="60")
+    done = invoke(f"{command} --columns '{columns}' -q", cwd=folder, COLUMNS="60")
     line = next(line for line in done.stdout.splitlines() if line.split()[0] == headings[0].split()[0])
     assert line.split() == " ".join(headings).split()
     assert "Left out" not in done.stdout
 
 
 def test_chosen_columns_of_a_markdown_file(folder):
-    invoke("fit demo_vit --limit 4 --layers 2 --columns 'site,alpha,R²' -o chosen.md", cwd=folder)
+    invoke("fit seen.safetensors --columns 'site,alpha,R²' -o chosen.md", cwd=folder)
     rows = [line.split("|")[1:-1] for line in (folder / "chosen.md").read_text().splitlines() if line.startswith("| ")]
     assert [heading.strip() for heading in rows[0]] == ["site", "α", "R²"]
 
 
 def test_all_columns_are_shown_where_no_table_has_the_chosen_one(folder):
-    done = invoke("fit demo_vit --limit 2 --layers 1 --columns bend", cwd=folder)
+    done = invoke("fit seen.safetensors --columns bend", cwd=folder)
     assert "There is no column 'bend'. There are: site, curve" in done.stderr
     assert "held-out R²" in done.stdout
 

@@ -44,8 +44,8 @@ def test_results_mention_a_sample_of_tokens(folder):
     captured = document("capture demo_vit --limit 4 --layers 0,16 --sample 3 -o seen.safetensors")
     assert captured["sample"] == "a sample of 3 tokens of each"
     assert [site["n_pairs"] for site in captured["sites"]] == [768, 768]
-    assert captured["sample"] in invoke("fit seen.safetensors").stdout
-    (figure,) = document("plot seen.safetensors --color density --format svg")["figures"]
+    assert captured["sample"] in invoke("fit seen.safetensors --func tanh").stdout
+    (figure,) = document("plot seen.safetensors --func tanh --color density --format svg")["figures"]
     assert figure["sample"] == captured["sample"]
     lettering = (folder / figure["file"]).read_text()
     assert "pairs of sampled tokens" in lettering and "all pairs" not in lettering

@@ -1,6 +1,7 @@
 """A network whose norms and names are of every kind that a page meets, and a browser to open the page in."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -110,11 +111,19 @@ def swaps():
 
 @pytest.fixture(scope="session")
 def pages(seen, fits, other, swaps, tmp_path_factory):
-    """Files of a page of one capture with swaps, and of a page of two captures."""
-    folder = tmp_path_factory.mktemp("pages")
-    one = normscope.report(seen, fits, drift=swaps).save(folder / "one.html")
-    few = [normscope.fit(capture, "tanh,isru") for capture in (seen, other)]
-    return SimpleNamespace(one=one, two=normscope.report([seen, other], few).save(folder / "two.html"))
+    """Files of a page of one capture with swaps, and of a page of two captures; the first page."""
+    folder, page = tmp_path_factory.mktemp("pages"), normscope.report(seen, fits, drift=swaps)
+    few = [[fit for fit in fits if fit.curve in ("tanh", "isru")], normscope.fit(other, "tanh,isru")]
+    two = normscope.report([seen, other], few).save(folder / "two.html")
+    return SimpleNamespace(one=page.save(folder / "one.html"), two=two, page=page)
+
+
+@pytest.fixture(scope="session")
+def documents(pages):
+    """The data in both files, by the names of their elements."""
+    element = re.compile(r'<script type="application/json" id="(.*?)">(.*?)</script>', re.DOTALL)
+    texts = [file.read_text(encoding="ascii") for file in (pages.one, pages.two)]
+    return [{name: json.loads(part) for name, part in element.findall(text)} for text in texts]
 
 
 class Opened:

@@ -116,7 +116,7 @@ def test_hostile_words_and_names_stay_text(browser, page_file):
     assert "\u202e" not in page.run("return document.body.innerText") and page.logs()[0] == []
     page = browser.open(page_file.file, at())
     assert "\u202e" not in page.run("return document.body.innerText")
-    assert page.texts("#inside")[0].startswith("This file holds 4 inputs that can be looked at: path 0 <img src=x")
+    assert page.texts("#inside")[0].startswith("This file contains 4 inputs: path 0 <img src=x")
 
 
 def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(page, page_file):
@@ -294,7 +294,7 @@ def test_an_address_of_another_page_is_taken_as_far_as_it_goes(browser, page_fil
         page = browser.open(page_file.file, at(pin=pin, input=99, heat="<b>"))
         assert page.run("return [state.input, state.heat]") == [5, "sigma"]
         assert page.run(ENDS, "pinned") is None and page.logs()[0] == []
-    page.run("document.getElementById('captures').value = 1; chooseCapture(1)")
+    page.run("go({capture: 1})")
     assert page.run("return state.input") == 0 and page.logs()[0] == []
 
 

@@ -11,8 +11,8 @@ from normscope.curves.known import CURVES
 SITES = ("first", "second", "groups")
 WIDE = torch.cat([-torch.logspace(-9, 3, 60).flip(0), torch.zeros(1), torch.logspace(-9, 3, 60)]).double()
 R2 = """const {amplitude, alpha, shift} = explored.values;
-    return r2Of(nodesOf(open.site), explored.f, amplitude, alpha, shift)"""
-OF_A_SITE = "const site = open.capture.sites.find(({name}) => name === arguments[0]); const nodes = nodesOf(site);"
+    return r2Of(open.site.drawn.nodes, explored.f, amplitude, alpha, shift)"""
+OF_A_SITE = "const site = open.capture.sites.find(({name}) => name === arguments[0]); const {nodes} = site.drawn;"
 
 
 pytestmark = pytest.mark.slow
@@ -67,6 +67,9 @@ def test_the_explorer_moves_fits_and_comes_back(browser, pages, fits):
     amplitude, alpha, sign, shift = re.fullmatch(r"y ≈ ([\d.]+)·f\(([\d.]+)x ([+−]) (.+)\)", named).groups()
     written = [float(amplitude), float(alpha), float(shift.replace("−", "-")) * (-1 if sign == "−" else 1)]
     assert written == pytest.approx([fit.amplitude, fit.alpha, fit.shift], rel=1e-3)
+    assert page.texts("#outcome")[0].startswith(f"R² {fit.r2:.4f} · fitted {fit.r2:.4f} · held-out {fit.r2_cv:.4f}")
+    fields = page.run("return [...document.querySelectorAll('.knobs [type=number]')].map((field) => field.value)")
+    assert [float(field) for field in fields] == pytest.approx(written, rel=1e-3) and max(map(len, fields)) < 12
 
 
 def test_the_explorer_offers_the_fitted_curves(browser, pages, fits):

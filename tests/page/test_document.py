@@ -9,14 +9,11 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.page.document import capture_data, document
-from normscope.page.swap_results import swap_results
 from normscope.show.figures.style import STYLES
 
-NONE = swap_results(None)
 
-
-def test_captures_are_described(seen, fits):
-    [capture] = document([seen], [fits], NONE)["captures"]
+def test_captures_are_described(seen, documents):
+    [capture] = documents[0]["data"]["captures"]
     assert capture["about"] == {**seen.about, "dtype": "float32"} and capture["samples"] == seen.n_samples
     assert [site["name"] for site in capture["sites"]] == [site.name for site in seen.sites]
 
@@ -31,17 +28,16 @@ def test_captures_are_described(seen, fits):
     ],
 )
 def test_weights_are_called_random_where_normscope_initialized_them(other, weights, random):
-    seen = dataclasses.replace(other.only("first"), about={**other.about, "weights": weights})
-    assert capture_data(seen, normscope.fit(seen, "tanh"), 4000)["random"] is random
+    seen = dataclasses.replace(other.only("off"), about={**other.about, "weights": weights})
+    assert capture_data(seen, [], 4000)["random"] is random
 
 
-def test_counterparts_are_those_of_the_comparison(seen, fits, other):
-    matches = document([seen, other], [fits, fits], NONE)["matches"]
-    assert matches == [{site.name: site.name for site in seen.sites}] * 2
+def test_counterparts_are_those_of_the_comparison(seen, documents):
+    assert documents[1]["data"]["matches"] == [{site.name: site.name for site in seen.sites}] * 2
 
 
-def test_looks_are_those_of_the_figures(seen, fits):
-    styles = document([seen], [fits], NONE)["styles"]
+def test_looks_are_those_of_the_figures(documents):
+    styles = documents[0]["data"]["styles"]
     for name, style in STYLES.items():
         colour, _ = style.looks_of(["tanh", "isru", "derf", "mine"])["isru"]
         assert styles[name]["curves"]["isru"]["colour"] == colour
@@ -49,9 +45,10 @@ def test_looks_are_those_of_the_figures(seen, fits):
         assert len(colours) == 4
 
 
-def test_a_users_function_alone_is_sampled(seen):
+def test_a_users_function_alone_is_sampled(other):
     swish = normscope.curve_of(nn.functional.silu, "swish", "u·sigmoid(u)")
-    curves = document([seen], [normscope.fit(seen, [swish, "tanh", "free"])], NONE)["curves"]
+    seen = other.only("off")
+    curves = document([seen], [normscope.fit(seen, [swish, "tanh", "free"])], {})["curves"]
     assert [curves[name]["sampled"] is not None for name in ("tanh", "swish", "free")] == [False, True, False]
 
 
@@ -62,7 +59,7 @@ def test_fits_of_channels_are_left_to_the_tables():
     assert site["fits"] == []
 
 
-def test_points_are_weighted_as_the_fits_are(seen, fits):
+def test_points_are_weighted_as_the_fits_are():
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     norm = nn.LayerNorm(8)
     nn.init.uniform_(norm.weight)

@@ -14,7 +14,7 @@ import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
 from normscope.page.document import capture_data
-from normscope.page.input_data import places_of
+from normscope.page.input_data import inputs_data, places_of
 
 
 def unpacked(array):
@@ -31,10 +31,10 @@ def captured(network, x, **options):
     return normscope.capture(network.eval(), [x], keep_inputs=1, **options)
 
 
-def inputs_by_site(seen):
-    """Data of the first input for the page, by site."""
-    sites = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
-    return {site["name"]: site["drawn"]["inputs"][0] for site in sites if site["drawn"]}
+def places_by_site(seen):
+    """Places of the first input that tokens are, by site."""
+    [kept] = seen.inputs
+    return {site.name: places_of(kept.tokens[site.name].shape, kept.preview, site) for site in seen.sites}
 
 
 def changed(network, site, x, other):
@@ -68,8 +68,8 @@ def test_the_token_of_a_patch_is_the_one_that_its_pixels_change(name):
     size = options.get("img_size", 224)
     height, width = size if isinstance(size, tuple) else (size, size)
     x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
-    places = inputs_by_site(captured(network, x, layers=site))[site]["places"]
-    assert (places["kind"], places["grid"], places["before"]) == ("patches", (rows, columns), before)
+    places = places_by_site(captured(network, x, layers=site))[site]
+    assert (places.kind, places.grid, places.before) == ("patches", (rows, columns), before)
     row, column = rows // 3, 2 * columns // 3
     other = x.clone()
     other[0, :, (2 * row + 1) * height // (2 * rows), (2 * column + 1) * width // (2 * columns)] += 3
@@ -77,8 +77,8 @@ def test_the_token_of_a_patch_is_the_one_that_its_pixels_change(name):
 
 
 def test_swin_is_laid_out_as_a_picture_down_to_its_last_stage():
-    sites = inputs_by_site(captured(timm_network("swin_tiny_patch4_window7_224"), torch.randn(1, 3, 224, 224)))
-    grids = {name: tokens["places"]["grid"] for name, tokens in sites.items() if name.endswith("norm1")}
+    seen = captured(timm_network("swin_tiny_patch4_window7_224"), torch.randn(1, 3, 224, 224), layers="*.norm1")
+    grids = {name: places.grid for name, places in places_by_site(seen).items()}
     assert grids == {f"layers.{stage}.blocks.0.norm1": (56 >> stage, 56 >> stage) for stage in range(4)}
 
 
@@ -90,12 +90,12 @@ def test_a_frame_is_the_stretch_of_the_waveform_that_changes_it():
         norm=nn.LayerNorm(8),
     )
     x = torch.randn(1, 4000)
-    places = inputs_by_site(captured(network, x))["norm"]["places"]
-    assert (places["kind"], places["grid"]) == ("frames", (1, 799))
+    places = places_by_site(captured(network, x))["norm"]
+    assert (places.kind, places.grid) == ("frames", (1, 799))
     other = x.clone()
     other[0, 2511] += 3
     for frame in changed(network, "norm", x, other):
-        assert abs((frame + 0.5) / places["grid"][1] - 2511 / 4000) * 4000 < 10
+        assert abs((frame + 0.5) / places.grid[1] - 2511 / 4000) * 4000 < 10
 
 
 LAYOUTS = [
@@ -157,7 +157,7 @@ def test_tokens_have_the_line_and_the_tail_of_their_own_elements():
 
 def test_drawn_tokens_are_found_among_the_kept_ones():
     """The page marks the place of a drawn token by its sample and its position."""
-    seen = normscope.capture(patches(), [torch.randn(4, 3, 16, 16)], keep_inputs=2)
+    seen = normscope.capture(patches(), [torch.randn(4, 3, 16, 16)], keep_inputs=2, layers="norm")
     capture = capture_data(seen, normscope.fit(seen, "tanh"), 4000)
     site, kept = capture["sites"][0], {one["sample"]: place for place, one in enumerate(capture["inputs"])}
     sample, position, sigma = (unpacked(site["drawn"]["shown"][name]) for name in ("sample", "position", "sigma"))
@@ -174,8 +174,7 @@ def test_an_input_of_several_parts_is_one_input():
     for first, step in ((0, 9), (2, 1)):
         samples = tuple(Sample(f"path {number}", number, first + number, "paths") for number in range(2))
         batches.append(Batch((x,), samples=samples, part=f"timestep {step}"))
-    seen = normscope.capture(patches(), batches, keep_inputs=2)
-    inputs = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["inputs"]
+    inputs = inputs_data(normscope.capture(patches(), batches, keep_inputs=2, layers="norm").inputs)
     expected = [(f"path {at % 2}", f"timestep {(9, 1)[at // 2]}", at % 2, at) for at in range(4)]
     assert [(row["name"], row["part"], row["group"], row["sample"]) for row in inputs] == expected
     assert unpacked(inputs[0]["picture"]["pixels"]).shape == (16 * 16 * 3,) and inputs[0]["waveform"] is None
@@ -183,15 +182,14 @@ def test_an_input_of_several_parts_is_one_input():
 
 def test_previews_of_waveforms_and_words(ears):
     x = torch.randn(2, 800)
-    [heard] = capture_data(seen := captured(ears, x), normscope.fit(seen, "tanh"), 4000)["inputs"]
+    [heard] = inputs_data(captured(ears, x).inputs)
     assert heard["waveform"]["length"] == 800 and heard["words"] == [] and heard["picture"] is None
     assert unpacked(heard["waveform"]["low"]).min() == x[0].min()
     words = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8))
-    [read] = capture_data(seen := captured(words, torch.arange(6).view(1, 6)), normscope.fit(seen), 4000)["inputs"]
+    [read] = inputs_data(captured(words, torch.arange(6).view(1, 6)).inputs)
     assert read["words"] == ["#0", "#1", "#2", "#3", "#4", "#5"]
 
 
-def test_a_capture_without_kept_inputs_has_none(seen, fits):
-    capture = capture_data(seen, fits, 4000)
-    assert capture["inputs"] == [] and capture["sites"][0]["drawn"]["inputs"] == []
-    assert capture["sites"][0]["drawn"]["tail_from"] is None
+def test_a_capture_without_kept_inputs_has_none(documents):
+    drawn = documents[0]["drawn-0-0"]
+    assert documents[0]["data"]["captures"][0]["inputs"] == drawn["inputs"] == [] and drawn["tail_from"] is None

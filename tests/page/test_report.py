@@ -7,7 +7,7 @@ from base64 import b64encode
 from hashlib import sha256
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import normscope
@@ -43,13 +43,13 @@ def test_no_script_makes_markup_or_code_of_text(name):
     )
 
 
-def test_hostile_names_cannot_leave_their_element(pages, hostile):
+def test_hostile_names_cannot_leave_their_element(pages, documents, hostile):
     text = pages.one.read_text(encoding="utf-8")
     assert "<img" not in text and "\u202e" not in re.search("<title>.*?</title>", text)[0]
-    document = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert hostile.name in [site["name"] for site in document["captures"][0]["sites"]]
+    assert hostile.name in [site["name"] for site in documents[0]["data"]["captures"][0]["sites"]]
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), st.text(st.characters())))
 def test_any_text_comes_back(names):
     text = as_data(names)
@@ -57,8 +57,8 @@ def test_any_text_comes_back(names):
     assert text.isascii() and not re.search("[<>&]", text)
 
 
-def test_the_file_is_the_page_and_its_size_is_reported(seen, fits, tmp_path):
-    page = normscope.report(seen, fits)
+def test_the_file_is_the_page_and_its_size_is_reported(pages, tmp_path):
+    page = pages.page
     file = page.save(tmp_path / "folder" / "page.html")
     assert file.read_text(encoding="ascii") == page.html
     assert re.fullmatch(r"Page .*: [\d.]+ MB", repr(page)) and "\u202e" not in repr(page)
@@ -72,24 +72,29 @@ def test_fits_are_made_where_none_are_given(other):
     assert capture["curves"] == ["tanh", "isru"]
 
 
-def test_refusals(seen, other, fits):
-    with pytest.raises(UsageError, match="no capture"):
-        normscope.report([])
-    with pytest.raises(UsageError, match="2 captures and one list of fits"):
-        normscope.report([seen, other], fits)
-    with pytest.raises(UsageError, match="2 captures and 1 lists of fits"):
-        normscope.report([seen, other], [fits])
-    with pytest.raises(UsageError, match="not a str"):
-        normscope.report(seen, fits, drift=["dyt"])
+REFUSALS = [
+    (lambda seen, fits: normscope.report([]), UsageError, "no capture"),
+    (lambda seen, fits: normscope.report([seen, seen], fits), UsageError, "2 captures and one list of fits"),
+    (lambda seen, fits: normscope.report([seen, seen], [fits]), UsageError, "2 captures and 1 lists of fits"),
+    (lambda seen, fits: normscope.report(seen, fits, drift=["dyt"]), UsageError, "not a str"),
+    (
+        lambda *_: normscope.report("demo_vit"),
+        DataError,
+        "no capture file 'demo_vit'; normscope.capture(normscope.load(",
+    ),
+]
 
 
-def test_a_report_takes_files_of_captures_and_names_what_is_missing(seen, tmp_path):
-    file = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    assert normscope.report(file).title == normscope.report([str(file)]).title == normscope.report(seen).title
-    with pytest.raises(
-        DataError, match=r"no capture file 'demo_vit'; normscope.capture\(normscope.load\('demo_vit'\)\)"
-    ):
-        normscope.report("demo_vit")
+@pytest.mark.parametrize(("call", "error", "words"), REFUSALS)
+def test_refusals(seen, fits, call, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call(seen, fits)
+
+
+def test_a_report_takes_files_of_captures(seen, tmp_path):
+    off = seen.only("off")
+    file = normscope.save_capture(off, tmp_path / "seen.safetensors")
+    assert normscope.report(file).title == normscope.report([str(file)]).title == normscope.report(off).title
 
 
 VIEWS = {"one": ["overview", "site", "explorer", "swap"], "two": ["overview", "site", "explorer", "compare"]}
@@ -144,12 +149,10 @@ def test_the_policy_lets_nothing_else_run(browser, pages):
 
 
 @pytest.mark.slow
-def test_a_frame_works_as_the_file_does(browser, seen, fits, tmp_path):
-    """As a notebook holds it: no address to keep, and the same figures."""
+def test_a_frame_works_as_the_file_does(browser, pages, tmp_path):
+    """As a notebook contains it: no address to keep, and the same figures."""
     notebook = tmp_path / "notebook.html"
-    notebook.write_text(
-        f"<!DOCTYPE html><meta charset='utf-8'>{normscope.report(seen, fits)._repr_html_()}", encoding="utf-8"
-    )
+    notebook.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{pages.page._repr_html_()}", encoding="utf-8")
     page = browser.open(notebook)
     page.driver.switch_to.frame(0)
     page.run("go({view: 'site', site: 1})")

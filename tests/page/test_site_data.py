@@ -22,8 +22,11 @@ def unpacked(array):
 
 
 @pytest.fixture(scope="module")
-def sites(seen, fits):
-    return {site["name"]: site for site in capture_data(seen, fits, 4000)["sites"]}
+def sites(documents):
+    """The sites of a file, with what their figures need."""
+    page = documents[0]
+    sites = page["data"]["captures"][0]["sites"]
+    return {site["name"]: site | {"drawn": page[f"drawn-0-{place}"]} for place, site in enumerate(sites)}
 
 
 def test_the_points_give_each_fits_r2(sites, fits):
@@ -48,8 +51,8 @@ def test_tokens_are_the_drawn_ones(sites, seen):
 
 
 def test_few_elements_leave_the_largest_and_the_first_of_the_uniform(seen, fits):
-    sites = capture_data(seen, fits, 160)["sites"]
-    shown, stats = sites[0]["drawn"]["shown"], seen.stats["first"]
+    [site] = capture_data(seen.only("first"), fits["first"], 160)["sites"]
+    shown, stats = site["drawn"]["shown"], seen.stats["first"]
     kept = [*stats.tokens.key[:6], *stats.largest.key[:4]]
     assert shown["key"] == [f"{int(key):x}" for key in kept] and shown["uniform"] == 6
 

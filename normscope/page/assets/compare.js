@@ -52,12 +52,12 @@ function compareView() {
 // Scales of a site that hold what the scales of several hold.
 function sharedScales(sites, site) {
   const axes = sites.map((each) => axisOfSite(each));
-  const high = Math.max(...axes.map((axis) => axis.high));
-  const top = Math.max(...sites.map(({ drawn }) => drawn.axes[state.scale].y[1]));
+  const [low, high] = extent(axes.flatMap((axis) => [axis.low, axis.high]));
+  const y = extent(sites.flatMap(({ drawn }) => drawn.axes[state.scale].y));
   const linear = Math.min(...axes.map((axis) => axis.linear)) || null;
   const own = axes[sites.indexOf(site)];
-  const beyond = own.high < high ? own.beyond.replace("· ", "· at most ") : own.beyond;
-  return { axis: new Axis(-high, high, { linear, beyond }), y: [-top, top] };
+  const beyond = own.low > low || own.high < high ? own.beyond.replace("· ", "· at most ") : own.beyond;
+  return { axis: new Axis(low, high, { linear, beyond }), y };
 }
 
 // A row a capture and curve.
@@ -70,7 +70,7 @@ function compareTable(sites) {
     const of = [cell(numbers.sigma, short), cell(numbers.spread, short), cell(numbers.offset, short), cell(ratio, short)];
     return fits.map((fit) => {
       const [a, alpha, r2, heldOut] = fitCells(fit);
-      return [captureTitle(capture), name, fit.curve, a, alpha, cell(fit.slope), r2, heldOut, cell(fit.r2_ceiling), ...of];
+      return [captureTitle(capture), name, fit.curve, a, alpha, cell(fit.slope), r2, heldOut, cell(fit.r2_ceiling, score), ...of];
     });
   });
   return table("Comparison", heads, rows);

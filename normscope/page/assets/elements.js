@@ -2,6 +2,7 @@
 // Elements of the page. Text goes in as text: no name and no data is ever read as markup.
 
 const WIDE = 44; // letters, from which a cell is broken into lines
+const NUMBER = /^[−-]?[\d.,∞]+( ?[×%]|e[−+]?\d+)?( .*)?$|^–$/;
 
 function element(name, attributes = {}, children = []) {
   const made = document.createElement(name);
@@ -70,9 +71,9 @@ function asCell(content) {
   return { text: text ?? "–", node, value: value ?? "" };
 }
 
-// A table that its headings sort, and below it buttons that copy and save it as CSV. `terms` defines the headings.
+// A table that its headings sort, and below it a button that saves it as CSV. `terms` defines the headings.
 function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.terms.sites } = {}) {
-  const shape = (text, column) => (column && isNumber(text) ? "number" : String(text).length > WIDE ? "wide" : null);
+  const shape = (text, column) => (column && NUMBER.test(text) ? "number" : String(text).length > WIDE ? "wide" : null);
   const cells = rows.map((row) => row.map(asCell));
   const lines = cells.map((row, place) => element("tr", { "aria-current": place === chosen ? "true" : null }, row.map(({ text, node }, column) => (
     element("td", { class: shape(text, column) }, [node || visible(text)])))));
@@ -86,11 +87,8 @@ function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.term
     head[column].setAttribute("aria-sort", falling ? "descending" : "ascending");
     body.append(...sorted(cells.map((row) => row[column].value), falling).map((place) => lines[place]));
   };
-  const text = () => csv([heads, ...rows]);
-  const tools = element("p", { class: "tools" }, [
-    button("Copy CSV", () => copied(text(), `${name} copied as CSV`)),
-    button("Save CSV", () => download(new Blob([text()], { type: "text/csv" }), name, "csv")),
-  ]);
+  const save = () => download(new Blob([csv([heads, ...rows])], { type: "text/csv" }), name, "csv");
+  const tools = element("p", { class: "tools" }, [button("Save CSV", save, { "aria-label": `Save CSV of ${name}` })]);
   const whole = element("table", {}, [element("caption", { class: "unseen", text: name }), element("thead", {}, [element("tr", {}, head)]), body]);
   const scrolls = element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": name }, [whole]);
   return element("div", { class: "tabled" }, [scrolls, caption ? remark(caption) : null, tools]);
@@ -104,10 +102,6 @@ function sorted(values, falling) {
     const [one, other] = [values[first], values[second]];
     return rank(one) - rank(other) || (falling ? compared(other, one) : compared(one, other));
   });
-}
-
-function isNumber(text) {
-  return /^[−-]?[\d.,∞]+( ?[×%]|e[−+]?\d+)?( .*)?$|^–$/.test(String(text));
 }
 
 // A table as CSV, with the numbers as they are where a cell knows them; a text that a spreadsheet would run is quoted.
@@ -132,15 +126,6 @@ function refill(parent, children) {
 
 function say(text) {
   document.getElementById("said").textContent = text;
-}
-
-async function copied(text, done) {
-  try {
-    await navigator.clipboard.writeText(text);
-    say(done);
-  } catch (error) {
-    say("This browser lets no page copy; save it instead");
-  }
 }
 
 function download(content, name, suffix) {

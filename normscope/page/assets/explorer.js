@@ -9,7 +9,7 @@ const explored = { site: null, curve: null, f: null, start: null, values: null }
 
 function explorerView() {
   const { site } = open;
-  const nodes = site && nodesOf(site);
+  const nodes = site && site.drawn && site.drawn.nodes;
   const curves = nodes ? site.fits.filter(({ nothing }) => !nothing).map(({ curve }) => curve).filter(functionOf) : [];
   const head = element("div", { class: "site-head" }, [element("h2", { text: "Curve explorer" }), site ? steps() : null]);
   if (!nodes) return [head, warning(`There is nothing to fit${site && site.nothing ? `: ${visible(site.nothing)}` : ""}.`)];
@@ -37,7 +37,7 @@ function explorerView() {
         element("section", { class: "knobs" }, [
           element("label", { class: "row" }, [element("span", { text: "Curve" }), select]),
           ...sliders, told, outcome,
-          element("p", { class: "tools" }, [button("As Python fitted it", () => moveTo(explored.start), { id: "reset" })]),
+          element("p", { class: "tools" }, [button("Back to the fit", () => moveTo(explored.start), { id: "reset" })]),
         ]),
       ]),
       residual,
@@ -45,20 +45,13 @@ function explorerView() {
   ];
 }
 
-function nodesOf(site) {
-  const nodes = site.drawn && site.drawn.nodes;
-  return nodes && {
-    x: numbersOf(nodes.x), y: numbersOf(nodes.y), weight: numbersOf(nodes.weight), scatter: numbersOf(nodes.scatter),
-    total: nodes.total,
-  };
-}
-
 // R² about the mean of y of A·f(αx + s), over all pairs of a site.
 function r2Of(nodes, f, amplitude, alpha, shift) {
+  const [x, y, weight, scatter] = [nodes.x, nodes.y, nodes.weight, nodes.scatter].map(numbersOf);
   let left = 0;
-  for (let place = 0; place < nodes.x.length; place += 1) {
-    const off = nodes.y[place] - amplitude * f(alpha * nodes.x[place] + shift);
-    left += nodes.weight[place] * off * off + nodes.scatter[place];
+  for (let place = 0; place < x.length; place += 1) {
+    const off = y[place] - amplitude * f(alpha * x[place] + shift);
+    left += weight[place] * off * off + scatter[place];
   }
   return 1 - left / nodes.total;
 }
@@ -87,14 +80,14 @@ function explorerFigures(site) {
   const line = (x, less = null) => {
     const { amplitude, alpha, shift } = explored.values;
     const y = x.map((value, place) => (less ? less[place] : 0) + (less ? -1 : 1) * amplitude * explored.f(alpha * value + shift));
-    return { x, y, colour: palette.style.channels[0], width: 2.6, name: "explored" };
+    return { x, y, ...palette.curve(explored.curve), dashes: [], width: 2.6, name: "explored" };
   };
   const x = axisOfSite(site, "asinh").evenly(PAGE.line_points);
   const mean = meanLine(site);
   const curve = figure({
     label: `Explored curve at ${siteTitle(site)}`, size: "tall",
     scene: () => scurveScene(site, { colour: "density", lines: [...curveLines(site, "line", 1.2), line(x)], hovers: false }),
-  }, { heading: "Curve over the density", note: "Thin: the fits of this site. Thick: the curve that you move." });
+  }, { heading: "Curve over the density", note: "Thin: the fits of this norm. Thick: the curve that you move." });
   const residual = figure({ label: `Residuals of the explored curve at ${siteTitle(site)}`, height: 190, scene: () => residualScene(site, mean.x, [line(mean.x, mean.y)]) },
     { heading: "E[y|x] less the curve" });
   return [curve.whole, residual.whole];
@@ -104,9 +97,9 @@ function outcomeText(site, nodes) {
   const { amplitude, alpha, shift } = explored.values;
   const { r2, r2_cv: heldOut, r2_ceiling: ceiling } = fitOf(site);
   const parts = [
-    `R² ${number(r2Of(nodes, explored.f, amplitude, alpha, shift), 6)}`, `fitted ${number(r2, 6)}`, `held-out ${number(heldOut, 5)}`,
+    `R² ${score(r2Of(nodes, explored.f, amplitude, alpha, shift))}`, `fitted ${score(r2)}`, `held-out ${score(heldOut)}`,
   ];
-  if (ceiling !== null) parts.push(`ceiling ${number(ceiling, 5)}`);
+  if (ceiling !== null) parts.push(`ceiling ${score(ceiling)}`);
   return parts.join(" · ");
 }
 
@@ -137,7 +130,7 @@ function knob(sign, name, unit, set, axis = new Axis(1 / FACTOR, FACTOR, { logar
     const step = SLIDER_STEPS * axis.share(value / unit);
     slider.value = Number.isFinite(step) ? step : SLIDER_STEPS / 2;
     slider.setAttribute("aria-valuetext", number(value));
-    if (document.activeElement !== field) field.value = Number(value.toPrecision(8));
+    if (document.activeElement !== field) field.value = Number(value.toPrecision(4));
   }
   update();
   const row = element("div", { class: "row" }, [element("span", { class: "sign", text: sign }), slider, field]);

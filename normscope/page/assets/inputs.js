@@ -20,6 +20,8 @@ function fillInputs(section) {
   const { whole, site } = section;
   const kept = keptAt(site);
   const others = kept ? kept.places.others : 1;
+  const { note } = open.capture.inputs[state.input];
+  const said = kept ? kept.places.said : "the tokens of this norm are groups of channels, and no places of the input";
   chosenOther = clipped(chosenOther, 0, others - 1);
   section.map = new InputMap(site, state.input, kept, {
     other: chosenOther, rings: () => ringsOf(section),
@@ -32,17 +34,10 @@ function fillInputs(section) {
     element("div", { class: "controls" }, [chooseInput(section), choosePart(section), chooseHeat(section, kept), others > 1 ? chooseOther(section, kept) : null]),
     section.map.host, section.said,
     element("p", { class: "picks" }, [section.pinned]),
-    heatKey(site, kept), remark(saidOfPlaces(site, kept)),
+    heatKey(site, kept), remark(`${inputName(state.input)}: ${said}${note ? `; picture ${visible(note)}` : ""}`),
   ]);
   if (whole.isConnected) section.map.draw();
   markInputs(section, -1);
-}
-
-function saidOfPlaces(site, kept) {
-  const { note } = open.capture.inputs[state.input];
-  const said = kept ? kept.places.said : "the tokens of this norm are groups of channels, and no places of the input";
-  const parts = [`${inputName(state.input)}: ${said}`, note ? `picture ${visible(note)}` : null];
-  return parts.filter(Boolean).join("; ");
 }
 
 function chooseInput(section) {

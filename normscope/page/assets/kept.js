@@ -108,8 +108,9 @@ function keptName(site, { input, token }) {
 function keptLines(site, axis, kept, token, { pinned = false, thin = false } = {}) {
   const [offset, sigma] = [numbersOf(kept.offset)[token], numbersOf(kept.sigma)[token]];
   if (!(sigma > 0) || site.drawn.shown.x) return [];  // of no line
-  const most = Math.min(site.bound ?? Infinity, site.drawn.axes.asinh.y[1]);
-  const [low, high] = [Math.max(axis.low, offset - most * sigma), Math.min(axis.high, offset + most * sigma)];
+  const bound = site.bound ?? Infinity;
+  const [bottom, top] = site.drawn.axes.asinh.y.map((y) => offset + sigma * clipped(y, -bound, bound));
+  const [low, high] = [Math.max(axis.low, bottom), Math.min(axis.high, top)];
   if (!(low < high)) return [];
   const points = straightLine(axis, offset, sigma, low, high);
   const { ink, background } = palette.style;

@@ -5,12 +5,12 @@ const SHAPES = ["●", "■", "◆", "▲", "▼"];
 
 function overviewView() {
   const { capture } = open;
-  if (!capture.sites.length) return [warning("This capture holds no norm site.")];
+  if (!capture.sites.length) return [warning("This capture contains no norm site.")];
   const kinds = [...new Set(capture.sites.map(kindOfSite))];
   const figures = depthRows(capture).map((row) => depthFigure(capture, row, kinds));
   return [
     section("h2", "Over the depth", [
-      remark("A mark a site, in the order of calls; hover for numbers, click to open it."),
+      remark("Each mark is one norm, in the order of calls. Hover for numbers, click to open."),
       legend(capture, kinds), element("div", { class: "strip" }, figures),
     ], "depth"),
     section("h2", "All sites", [
@@ -46,15 +46,15 @@ function depthRows(capture) {
       one("channels", (all) => all.massive_channels), { ...one("tokens", (all) => all.massive_tokens), level: true },
     ] },
   ];
-  return [...rows, ...driftRows(capture)].filter(({ series }) => series.some(({ values }) => values.some(Number.isFinite)));
+  return [...rows, ...driftRows(capture)].filter(({ series }) => series.some(({ values }) => values.some((value) => Number.isFinite(value) && value !== 0)));
 }
 
 // How far the output moves with each site alone swapped, where that was measured of this network.
 function driftRows(capture) {
   const reports = PAGE.swaps.drift.filter((report) => capture.sites.some(({ name }) => report.sites.includes(name)));
-  const series = reports.map((report) => {
+  const series = reports.map((report, number) => {
     const alone = new Map(report.rows.filter(({ swapped }) => swapped === "one").map((row) => [row.site, row.relative_l2.p50]));
-    return { label: `${report.func} ${report.init}`.trim(), ...swapLook(report, { colour: palette.style.faint, dashes: [] }), values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
+    return { label: `${report.func} ${report.init}`.trim(), ...swapLook(report, number), values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
   });
   return series.length ? [{ name: "Drift with one site swapped, relative L2", zero: true, series }] : [];
 }
@@ -69,8 +69,8 @@ function depthFigure(capture, row, kinds) {
       names: (place) => (capture.sites[place] ? String(capture.sites[place].index) : ""),
       xlabel: "norm site, in the order of calls",
       lines: shown.flatMap((series) => kindLines(series, kindAt, kinds)),
-      marks: shown.flatMap((series) => marksOf(series, kindAt, kinds)),
-      levels: [{ x: state.site, colour: palette.style.faint }],
+      marks: shown.flatMap(({ colour, values, label, level }) => values.map((y, x) => ({ x, y, colour, shape: kinds.indexOf(kindAt[x]), size: level ? 2 : 3.6, name: label })))
+        .filter(({ y }) => Number.isFinite(y)),
       hover: { x: [...kindAt.keys()], text: (place) => [siteTitle(capture.sites[place]), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)] },
     };
   };
@@ -86,16 +86,11 @@ function kindLines({ colour, dashes = [], values, label: name, level = false }, 
   });
 }
 
-function marksOf({ colour, values, label: name, level = false }, kindAt, kinds) {
-  const marks = values.map((y, x) => ({ x, y, colour, shape: kinds.indexOf(kindAt[x]), size: level ? 2 : 3.6, name }));
-  return marks.filter(({ y }) => Number.isFinite(y));
-}
-
 function legend(capture, kinds) {
   const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${shortly(kind)}` }));
   return element("div", { class: "controls" }, [
     curveToggles(capture.curves),
-    element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small marks, dotted: ceiling, 95 %, tokens" })]),
+    element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small and dotted: the ceiling, the 95th percentile of |μ|/σ, massive tokens" })]),
   ]);
 }
 
@@ -136,7 +131,7 @@ function thumbnails(capture) {
 function thumbnailText(site) {
   if (site.nothing) return visible(site.nothing);
   const best = site.fits.filter((fit) => !fit.nothing).sort((one, other) => other.r2 - one.r2)[0];
-  return best ? `${best.curve} R² ${short(best.r2)}` : siteDetail(site);
+  return best ? `${best.curve} R² ${score(best.r2, 3)}` : siteDetail(site);
 }
 
 function overviewTable(capture) {
@@ -148,7 +143,7 @@ function overviewTable(capture) {
     { text: site.name, node: button(visible(site.name), () => go({ view: "site", site: place }), { class: "link" }) },
     site.kind, site.placement || "–", cell(site.pairs, grouped),
     ...capture.curves.flatMap((curve) => fitCells(site.fits.find((fit) => fit.curve === curve))),
-    cell(site.fits.length ? site.fits[0].r2_ceiling : null),
+    cell(site.fits.length ? site.fits[0].r2_ceiling : null, score),
     cell(site.numbers.offset, short), cell(site.numbers.sigma, short), cell(site.numbers.spread, short),
     cell(site.numbers.bent, percent), cell(site.numbers.channel_share, percent),
     cell(site.numbers.massive, grouped), cell(site.numbers.massive_channels),
@@ -165,7 +160,7 @@ function cell(value, write = number) {
 function fitCells(fit) {
   if (!fit || fit.nothing) return [fit ? visible(fit.nothing) : cell(null), cell(null), cell(null), cell(null)];
   const values = fit.doubt ? [fit.doubt, cell(null)] : [cell(fit.amplitude), cell(fit.alpha)];
-  return [...values, cell(fit.r2), cell(fit.r2_cv)];
+  return [...values, cell(fit.r2, score), cell(fit.r2_cv, score)];
 }
 
 function aboutCapture(capture) {

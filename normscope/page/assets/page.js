@@ -3,9 +3,9 @@
 
 const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, swap: swapView, training: trainingView, compare: compareView };
 const KEYS = [
-  ["← →", "site before, next site"], ["1 2 …", Object.values(VIEWS).join(", ").toLowerCase()], ["/", "search tokens and channels"],
-  ["d t c", "colour by density, token, channel"], ["l", "light or dark"], ["?", "this help"], ["Esc", "close it"],
-  ["← ↑ ↓ → Enter", "in an input: from token to token, pin one"],
+  ["← →", "previous site, next site"], ["1 2 …", Object.values(VIEWS).join(", ").toLowerCase()], ["/", "search tokens and channels"],
+  ["d t c", "colour by density, token, channel"], ["l", "light or dark theme"], ["?", "this help"], ["Esc", "close it"],
+  ["+ − 0 ← ↑ ↓ →", "in a figure: zoom in, zoom out, see all, move"], ["← ↑ ↓ → Enter", "in an input: from token to token, pin one"],
 ];
 const MOST_NAMED = 4; // inputs, at the top of the page
 const darkScreen = window.matchMedia("(prefers-color-scheme: dark)");
@@ -25,11 +25,12 @@ function render() {
 
 function headParts() {
   const captures = PAGE.captures.map((capture, place) => [place, captureTitle(capture)]);
-  const choose = captures.length > 1 ? dropdown(captures, state.capture, (capture) => chooseCapture(Number(capture)), { id: "captures", "aria-label": "Capture" }) : null;
+  const chosen = (capture) => go({ capture: Number(capture), site: counterpart(capture, firstName()) ?? 0 });
+  const choose = captures.length > 1 ? dropdown(captures, state.capture, chosen, { id: "captures", "aria-label": "Capture" }) : null;
   return [
     element("div", { class: "title" }, [
       element("h1", { text: visible(PAGE.title) }),
-      element("div", { class: "group" }, [choose, button("Light or dark", changeTheme, { id: "theme" }), button("Keys", help, { id: "keys", "aria-haspopup": "dialog" })]),
+      element("div", { class: "group" }, [choose, button(palette.theme === "light" ? "Dark theme" : "Light theme", changeTheme, { id: "theme" }), button("Keys", help, { id: "keys", "aria-haspopup": "dialog" })]),
     ]),
     ...originOf(open.capture),
     element("nav", { "aria-label": "Parts of the page" }, Object.entries(VIEWS).map(([view, text]) => (
@@ -49,14 +50,8 @@ function inputsInside() {
   const all = PAGE.captures.flatMap(({ about, inputs }) => inputs.map(({ name, group }) => [`${about.model} ${group} ${name}`, shortly(name, 40)]));
   const names = [...new Map(all).values()];
   if (!names.length) return "";
-  const those = names.length === 1 ? "1 input that can be looked at" : `${names.length} inputs that can be looked at`;
   const few = names.length > MOST_NAMED ? [...names.slice(0, MOST_NAMED), "…"] : names;
-  return element("p", { class: "note", id: "inside" }, [`This file holds ${those}: ${few.join("; ")}. `, element("code", { text: "--keep-inputs 0" }), " leaves them out."]);
-}
-
-// The same site in another capture, where there is one.
-function chooseCapture(capture) {
-  go({ capture, site: counterpart(capture, firstName()) ?? 0 });
+  return element("p", { class: "note", id: "inside" }, [`This file contains ${counted(names.length, "input")}: ${few.join("; ")}. `, element("code", { text: "--keep-inputs 0" }), " leaves them out."]);
 }
 
 function setTheme(theme) {
@@ -72,7 +67,7 @@ function changeTheme() {
 function help() {
   const dialog = document.getElementById("help");
   dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), card(KEYS),
-    remark("In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel."),
+    remark("In a figure: drag or pinch to zoom, double-click to see all, hover over a pair for its token and channel."),
     button("Close", () => dialog.close()));
   dialog.showModal();
 }

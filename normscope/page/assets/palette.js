@@ -7,7 +7,7 @@ const VIRIDIS = [
   [68, 191, 112], [122, 209, 81], [189, 223, 38], [253, 231, 37],
 ];
 // From few pairs to many.
-const DENSITY = { light: [[226, 226, 226], [8, 8, 8]], dark: [[52, 58, 68], [250, 250, 250]] };
+const DENSITY = { light: [[184, 184, 184], [20, 20, 20]], dark: [[110, 116, 126], [250, 250, 250]] };
 
 const palette = {
   styles: {},
@@ -36,10 +36,4 @@ function viridis(share) {
 
 function rgb(parts) {
   return `rgb(${parts.join(",")})`;
-}
-
-// Red, green and blue of each level of a density; level 0 is no pair.
-function densityColours() {
-  const [few, many] = DENSITY[palette.theme];
-  return Array.from({ length: 256 }, (_, level) => between(few, many, level / 255));
 }

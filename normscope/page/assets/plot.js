@@ -22,6 +22,10 @@ function lettering(attributes, text) {
   return svg("text", { fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT, ...attributes }, text);
 }
 
+function lineName(name) {
+  return name === "mean" ? "E[y|x]" : name;
+}
+
 function dashed(dashes, times) {
   return dashes.map((dash) => dash * times).join(" ") || null;
 }
@@ -115,7 +119,7 @@ class Plot {
     const clip = svg("clipPath", { id: this.clip });
     clip.append(svg("rect", { x: left, y: top, width, height }));
     const inside = svg("g", { "clip-path": `url(#${this.clip})`, fill: "none" });
-    this.svg.replaceChildren(clip, ...(this.small ? [] : this.framed()), inside);
+    this.svg.replaceChildren(clip, ...(this.small ? [] : [svg("desc", {}, this.description()), ...this.framed()]), inside);
     for (const band of this.shown.bands || []) inside.append(this.band(band));
     for (const level of this.shown.levels || []) inside.append(this.level(level));
     for (const line of this.shown.lines || []) inside.append(...this.line(line));
@@ -123,6 +127,19 @@ class Plot {
     [this.traced, this.pointer] = [svg("g"), svg("g", { "pointer-events": "none" })];
     inside.append(this.traced, this.pointer);
     this.trace(this.traces);
+  }
+
+  // The axes, and the lowest and the highest point of each named line, for readers who do not see them.
+  description() {
+    const { xlabel, ylabel, names = short, lines = [] } = this.shown;
+    const points = new Map();
+    for (const { name, x, y } of lines.filter((line) => line.name)) {
+      const shown = Array.from(y, (value, place) => [value, x[place]]).filter(([value, at]) => Number.isFinite(value) && at >= this.x.low && at <= this.x.high);
+      points.set(name, [...(points.get(name) || []), ...shown].sort(([one], [other]) => one - other));
+    }
+    const said = ([value, x]) => `${short(value)} at ${names(x)}`;
+    const extremes = [...points].filter(([, [first]]) => first).map(([name, sorted]) => `${lineName(name)}: lowest ${said(sorted[0])}, highest ${said(sorted.at(-1))}`);
+    return [`${ylabel || this.title} against ${xlabel}`, ...extremes].join(". ");
   }
 
   // Lines that come and go above the others.
@@ -165,7 +182,7 @@ class Plot {
 
   line({ x, y, colour, dashes = [], width = 2, halo = true, name = null, opacity = null }) {
     const d = this.path(x, y);
-    const under = svg("path", { d, stroke: palette.style.background, "stroke-width": width + 2.5, "stroke-opacity": 0.75 });
+    const under = svg("path", { d, stroke: palette.style.background, "stroke-width": width + 1.5, "stroke-opacity": 0.75 });
     const over = svg("path", {
       d, stroke: colour, "stroke-width": width, "stroke-dasharray": dashed(dashes, width * 1.3),
       "stroke-linejoin": "round", "data-line": name, "stroke-opacity": opacity,
@@ -262,7 +279,26 @@ class Plot {
     });
     this.host.addEventListener("pointerup", (event) => this.drop(event));
     pinchable(this);
-    this.host.title = "Drag or pinch to zoom, double-click to see all";
+    this.svg.setAttribute("tabindex", 0);
+    this.host.addEventListener("keydown", (event) => this.keyed(event));
+    this.host.title = "Drag, pinch, or press + and − to zoom; double-click or press 0 to see all";
+  }
+
+  // + and − zoom about the middle, arrows move a part that is shown, 0 shows all.
+  keyed(event) {
+    const { key, ctrlKey, metaKey, altKey } = event;
+    const times = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity }[key] || 1;
+    const [right, up] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[key] || [0, 0];
+    const moves = this.zoom && (right || up);
+    if (ctrlKey || metaKey || altKey || (times === 1 && !moves)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const part = ([from, to], by) => {
+      const [middle, half] = [(from + to) / 2 + (by * (to - from)) / 4, Math.min(times * (to - from), 1) / 2];
+      return [middle - half, middle + half];
+    };
+    const { x, y } = this.zoom || WHOLE;
+    this.zoomTo({ x: part(x, right), y: part(y, up) });
   }
 
   offset(event) {
@@ -301,7 +337,8 @@ class Plot {
       const first = clipped(from, 0, 1 - length);
       return [first, first + length];
     });
-    this.zoom = { x: across, y: upwards };
+    const all = [...across, ...upwards].join() === "0,1,0,1";
+    this.zoom = all ? null : { x: across, y: upwards };
     this.draw();
   }
 
@@ -311,7 +348,7 @@ class Plot {
     const parts = [];
     let [x, y] = [Infinity, KEY.title - KEY.row];
     for (const { name, colour, dashes = [] } of lines.length > 1 ? lines : []) {
-      const text = name === "mean" ? "E[y|x]" : name;
+      const text = lineName(name);
       const width = KEY.swatch + KEY.letter * text.length + 2 * KEY.gap;
       if (x + width > this.width) [x, y] = [KEY.gap, y + KEY.row];
       const stroke = name === "pinned" ? palette.mark : colour;

@@ -68,6 +68,11 @@ function number(value, digits = 4) {
   return String(Number.isInteger(value) ? value : rounded).replace("-", "−");
 }
 
+// An R², with as many decimals in every row of a table.
+function score(value, decimals = 4) {
+  return value === null || Number.isNaN(value) ? "–" : value.toFixed(decimals).replace("-", "−");
+}
+
 function short(value) {
   return number(value, 3);
 }

@@ -21,7 +21,11 @@ const densityPicture = cached((density) => {
   const picture = element("canvas", { width: first.length, height: rows });
   const context = picture.getContext("2d");
   const pixels = context.createImageData(first.length, rows);
-  const colours = new Uint32Array(densityColours().map(([red, green, blue]) => red | (green << 8) | (blue << 16) | (255 << 24)));
+  const [few, many] = DENSITY[palette.theme];
+  const colours = Uint32Array.from({ length: 256 }, (_, level) => {
+    const [red, green, blue] = between(few, many, level / 255); // level 0 is no pair
+    return red | (green << 8) | (blue << 16) | (255 << 24);
+  });
   const data = new Uint32Array(pixels.data.buffer);
   let place = 0;
   for (let column = 0; column < first.length; column += 1) {
@@ -37,14 +41,14 @@ const densityPicture = cached((density) => {
 function paintDensity(site) {
   return (context, plot) => {
     const { linear, asinh } = site.drawn.axes;
-    const end = plot.x.linear ? 0 : linear.limits[1];
-    if (plot.shown.x.high > end) paintColumns(context, plot, asinh, end);
-    if (end) paintColumns(context, plot, linear, 0);
+    const [low, high] = plot.x.linear ? [0, 0] : linear.limits;
+    if (plot.shown.x.low < low || plot.shown.x.high > high) paintColumns(context, plot, asinh, low, high);
+    if (!plot.x.linear) paintColumns(context, plot, linear);
   };
 }
 
-// Draws the columns of a density beyond some |x|.
-function paintColumns(context, plot, { limits, width, y, density }, beyond) {
+// Draws the columns of a density, without those between two x.
+function paintColumns(context, plot, { limits, width, y, density }, low = 0, high = 0) {
   const picture = densityPicture(density);
   const edges = new Axis(...limits, { linear: width }).evenly(picture.width + 1);
   const [bottom, top] = y.map((end) => plot.upwards(end));
@@ -52,7 +56,7 @@ function paintColumns(context, plot, { limits, width, y, density }, beyond) {
   let from = Math.floor(plot.across(edges[0]));
   for (let column = 0; column < picture.width; column += 1) {
     const to = Math.round(plot.across(edges[column + 1]));
-    const shown = to > from && Math.max(Math.abs(edges[column]), Math.abs(edges[column + 1])) > beyond;
+    const shown = to > from && (edges[column] < low || edges[column + 1] > high || low === high);
     if (shown) context.drawImage(picture, column, 0, 1, picture.height, from, top, to - from, bottom - top);
     from = Math.max(from, to);
   }
@@ -149,14 +153,14 @@ function paintPicks(site, size = 4.4) {
 }
 
 // The fits of a site whose curves are not switched off, as lines along its own axis.
-function curveLines(site, what = "line", width = 2) {
+function curveLines(site, what = "line", width = 1.5) {
   const x = axisOfSite(site, "asinh").evenly(PAGE.line_points);
   return Object.entries(site.drawn.lines).filter(([curve]) => !state.hidden.has(curve)).map(([curve, lines]) => ({
     x, y: numbersOf(lines[what]), width, name: curve, ...palette.curve(curve),
   }));
 }
 
-function meanLine(site, width = 2.4) {
+function meanLine(site, width = 2) {
   return { x: numbersOf(site.drawn.mean.x), y: numbersOf(site.drawn.mean.y), colour: palette.style.ink, width, name: "mean" };
 }
 
@@ -169,7 +173,7 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
     ylabel: "output y, before the affine step",
     paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
     levels: (site.bound === null ? [] : [site.bound, -site.bound]).map((bound) => ({ y: bound, colour: palette.style.faint })),
-    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines, ...pinnedLines(site, axis, thin)],
+    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.2 : 2)]), ...lines, ...pinnedLines(site, axis, thin)],
     // Read when the pointer comes.
     hover: hovers && { get x() { return pointsOf(site).x; }, get y() { return pointsOf(site).y; }, text: (place) => pairText(site, pointsOf(site), place) },
   };

@@ -5,7 +5,7 @@ const MOST_LISTED = 60;
 
 function siteView() {
   const { site } = open;
-  if (!site) return [warning("This capture holds no norm site.")];
+  if (!site) return [warning("This capture contains no norm site.")];
   const head = element("div", { class: "site-head" }, [
     element("div", {}, [element("h2", { text: siteTitle(site), title: visible(site.name) }), remark(siteSummary(site))]),
     steps(),
@@ -22,13 +22,13 @@ function siteView() {
   }, { heading: "S-curve" });
   const inputs = inputsSection(site, main.plot);
   const first = [element("div", { class: "controls" }, [colourChoice(), scaleChoice(), curveToggles(["mean", ...open.capture.curves])]), main.whole, key];
-  const later = [fitsOfSite(site), residualFigure(site), derivativeFigure(site)];
-  const figures = (parts) => element("div", { class: "figures" }, parts);
+  const column = (name, parts) => element("div", { class: name }, parts);
   return [
     head,
-    element("div", { class: "columns" }, [
-      ...(inputs ? [figures(first), inputs, figures(later)] : [figures([...first, ...later])]),
-      element("div", { class: "beside" }, [picker(site), cardOf(site)]),
+    column("columns", [column("figures", first), inputs || column("beside", [picker(site)])]),
+    fitsOfSite(site),
+    column("columns", [
+      column("figures", [residualFigure(site), derivativeFigure(site)]), column("beside", [inputs && picker(site), cardOf(site)]),
     ]),
   ];
 }
@@ -36,7 +36,7 @@ function siteView() {
 function siteSummary(site) {
   const parts = [visible(site.name), siteDetail(site), `${grouped(site.pairs)} pairs of ${grouped(site.tokens)} tokens`, `eps ${number(site.eps)}`];
   if (site.folds) parts.push(`folds by ${site.folds}`);
-  if (site.left_out) parts.push(`${grouped(site.left_out)} tokens left out that hold a NaN or an infinity`);
+  if (site.left_out) parts.push(`${grouped(site.left_out)} tokens left out that contain a NaN or an infinity`);
   return parts.join(" · ");
 }
 
@@ -45,7 +45,7 @@ function steps() {
   const { sites } = open.capture;
   const step = (by, text, label) => button(text, () => stepSite(by), { "aria-label": label, disabled: !sites[state.site + by] });
   const list = dropdown(siteOptions(open.capture), state.site, (site) => go({ site: Number(site) }), { "aria-label": "Site", id: "sites" });
-  return element("div", { class: "steps" }, [step(-1, "←", "Site before"), list, step(1, "→", "Next site")]);
+  return element("div", { class: "steps" }, [step(-1, "←", "Previous site"), list, step(1, "→", "Next site")]);
 }
 
 function siteOptions({ sites }) {
@@ -98,7 +98,7 @@ function residualFigure(site) {
 // Lines of E[y|x] less a curve along the x that is shown, with a band of twice its standard error.
 function residualScene(site, x, lines, twice = []) {
   const axis = axisOfSite(site);
-  const within = (y) => Array.from(y).filter((value, place) => Number.isFinite(value) && Math.abs(x[place]) <= axis.high);
+  const within = (y) => Array.from(y).filter((value, place) => Number.isFinite(value) && x[place] >= axis.low && x[place] <= axis.high);
   const reach = 1.08 * Math.max(...[...lines.map(({ y }) => y), twice].flatMap(within).map(Math.abs), 1e-9);
   const errors = (place) => (Number.isFinite(twice[place]) ? [`2 standard errors ${short(twice[place])}`] : []);
   return {
@@ -125,7 +125,7 @@ function derivativeFigure(site) {
   const scene = () => {
     const axis = axisOfSite(site);
     const lines = curveLines(site, "derivative");
-    if (diagonal.mean) lines.unshift({ x: numbersOf(diagonal.mean.x), y: numbersOf(diagonal.mean.y), colour: palette.style.ink, width: 2.2, name: "mean" });
+    if (diagonal.mean) lines.unshift({ x: numbersOf(diagonal.mean.x), y: numbersOf(diagonal.mean.y), colour: palette.style.ink, width: 2, name: "mean over all pairs" });
     const sorted = Float32Array.from(slopes).sort();
     const top = 1.1 * Math.max(sorted[Math.floor(0.995 * (sorted.length - 1))], ...lines.flatMap(({ y }) => Array.from(y)).filter((value) => Number.isFinite(value) && value < 4 * sorted.at(-1)));
     return {
@@ -134,7 +134,7 @@ function derivativeFigure(site) {
       hover: { x, y: slopes, text: (place) => [`x ${number(x[place])}`, `∂y/∂x ${number(slopes[place])}`] },
     };
   };
-  const note = `Grey: the diagonal ∂yᵢ/∂xᵢ of the norm's Jacobian on drawn tokens${diagonal.mean ? "; black: its mean over all pairs" : ""}; lines: the curves' derivatives.`;
+  const note = `Grey: the diagonal ∂yᵢ/∂xᵢ of the norm's Jacobian on drawn tokens${diagonal.mean ? "; thick: its mean over all pairs" : ""}; lines: the curves' derivatives.`;
   return figure({ label: `Derivatives at ${siteTitle(site)}`, title: `${siteTitle(site)} · derivative`, height: 260, scene }, { heading, note }).whole;
 }
 
@@ -145,7 +145,7 @@ function fitsOfSite(site) {
     const [a, alpha] = fit.doubt ? [fit.doubt, cell(null)] : [spread(fit, "amplitude"), spread(fit, "alpha")];
     return [
       { text: fit.curve, node: button(fit.curve, () => go({ view: "explorer", curve: fit.curve }), { class: "link", title: `${formulaOf(fit.curve)}; open in the explorer` }) },
-      a, alpha, cell(fit.shift, short), cell(fit.slope), spread(fit, "r2"), cell(fit.r2_cv), spread(fit, "r2_ceiling"),
+      a, alpha, cell(fit.shift, short), cell(fit.slope), spread(fit, "r2", score), cell(fit.r2_cv, score), spread(fit, "r2_ceiling", score),
       cell(fit.rmse), cell(fit.tail_rmse), cell(fit.saturated, percent),
     ];
   });
@@ -154,10 +154,10 @@ function fitsOfSite(site) {
   return section("h3", "Fits", [table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }
 
-function spread(fit, name) {
+function spread(fit, name, write = number) {
   const interval = fit.intervals[name];
   const half = interval && interval.every(Number.isFinite) ? ` ±${number((interval[1] - interval[0]) / 2, 2)}` : "";
-  return { text: `${number(fit[name])}${half}`, value: fit[name] ?? "" };
+  return { text: `${write(fit[name])}${half}`, value: fit[name] ?? "" };
 }
 
 function cardOf(site) {
@@ -201,12 +201,12 @@ function resultLines(site, text) {
     const others = state.picks.filter((other) => other !== pick);
     const on = others.length < state.picks.length;
     const picks = on ? others : [...others, pick].slice(-MOST_PICKS);
-    return element("button", { type: "button", "aria-label": name, "aria-pressed": String(on), onclick: () => go({ picks }) }, [
-      element("span", { text: name }), element("span", { class: "detail", text: detail() }),
+    return element("button", { type: "button", id: `pick-${pick}`, "aria-pressed": String(on), onclick: () => go({ picks }) }, [
+      element("span", { text: name }), " ", element("span", { class: "detail", text: detail() }),
     ]);
   });
   const unlisted = `and ${grouped(all.length - MOST_LISTED)} more${unread ? " channels, and the tokens" : ""}`;
-  const rest = all.length ? unlisted : "No token and no channel is called so.";
+  const rest = all.length ? unlisted : "No token or channel has this name.";
   const more = all.length && all.length <= MOST_LISTED ? [] : [element("span", { class: "note", text: rest })];
   return [...lines, ...more].map((line) => element("li", {}, [line]));
 }

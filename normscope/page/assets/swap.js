@@ -10,11 +10,12 @@ function swapName({ func, init }) {
   return visible([func, init].filter(Boolean).join(" "));
 }
 
-// The look of the curve in the norms' place; of no curve, another one.
-function swapLook(report, usual) {
+// The look of the curve in the norms' place; of no curve, another colour.
+function swapLook(report, number) {
+  const { channels } = palette.style;
   const func = report.func.toLowerCase();
   const [curve] = Object.entries(PAGE.curves).find(([name, { aliases }]) => name === func || aliases.includes(func)) || [];
-  return Object.hasOwn(palette.style.curves, curve) ? palette.curve(curve) : usual;
+  return Object.hasOwn(palette.style.curves, curve) ? palette.curve(curve) : { colour: channels[number % channels.length], dashes: [] };
 }
 
 function driftSections(reports) {
@@ -31,6 +32,10 @@ function driftSections(reports) {
   return [
     section("h2", "Drift", [
       remark(visible(Object.values(about).join(" · "))), driftTable(reports),
+      element("div", { class: "controls" }, reports.map((report, place) => {
+        const { colour, dashes } = swapLook(report, place);
+        return element("span", { class: "key" }, [swatch(colour, dashes), swapName(report)]);
+      })),
       element("div", { class: "strip" }, [alone.whole, together.whole]),
       sitesTable(reports, sites), ...qualitySection(reports),
     ]),
@@ -38,29 +43,23 @@ function driftSections(reports) {
 }
 
 function driftScene(reports, sites, swapped, placeOf, xlabel) {
-  const { channels } = palette.style;
   const series = reports.map((report, number) => {
     const rows = report.rows.filter((row) => row.swapped === swapped && row.relative_l2.p50 !== null);
-    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, { colour: channels[number % channels.length], dashes: [] }) };
+    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, number) };
   });
   const every = series.flatMap(({ rows }) => rows.flatMap((row) => [row.relative_l2.p10, row.relative_l2.p50, row.relative_l2.p90]));
   const last = Math.max(...series.flatMap(({ x }) => x), 1);
   const bars = series.flatMap(({ rows, colour }) => rows.map((row) => ({ x: [placeOf(row), placeOf(row)], y: [row.relative_l2.p10, row.relative_l2.p90], colour, width: 1, halo: false })));
   const first = swapped === "one" ? 0 : 1;
+  const numbers = new Map(PAGE.captures.flatMap((capture) => capture.sites.map(({ name, index }) => [name, index])));
   const places = Array.from({ length: last + 1 - first }, (_, place) => place + first);
   return {
     x: new Axis(first - 0.5, last + 0.5, { whole: true }), y: axisOf(every.filter((value) => value !== null), { zero: true }),
-    xlabel, ylabel: "relative L2", ...(swapped === "one" ? { names: (place) => siteNumber(sites[place]) } : {}),
+    xlabel, ylabel: "relative L2", ...(swapped === "one" ? { names: (place) => String(numbers.get(sites[place]) ?? shortly(sites[place] ?? "", 12)) } : {}),
     lines: [...bars, ...series.map(({ x, y, colour, dashes, name }) => ({ x, y, colour, dashes, name, width: 1.4 }))],
     marks: series.flatMap(({ x, y, colour, name }) => x.map((at, place) => ({ x: at, y: y[place], colour, name }))),
     hover: { x: places, text: (place) => [swapped === "one" ? visible(sites[place] || "") : `${place} swapped`, ...series.map(({ name, x, y }) => `${name} ${short(y[x.indexOf(place)])}`)] },
   };
-}
-
-// The number of a site in the network, of which only some sites may be swapped.
-function siteNumber(name) {
-  const site = PAGE.captures.flatMap(({ sites }) => sites).find((one) => one.name === name);
-  return site ? String(site.index) : "";
 }
 
 function driftTable(reports) {

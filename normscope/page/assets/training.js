@@ -6,6 +6,6 @@ function trainingView() {
   const drawn = figures.map((image) => element("figure", {}, [
     element("figcaption", {}, [element("h3", { text: image.label })]), element("img", { src: image[palette.theme], alt: image.label }),
   ]));
-  const ends = tables.map(({ heads, rows }) => table("First and last step", heads, rows, { caption: "From the first step to the last.", terms: PAGE.terms.training }));
+  const ends = tables.map(({ name, heads, rows }) => table(`First and last step of ${name}`, heads, rows, { caption: "From the first step to the last.", terms: PAGE.terms.training }));
   return [section("h2", "Training", [remark(visible(Object.values(about).join(" · "))), ...drawn, ...ends])];
 }

@@ -11,11 +11,9 @@ from torch import nn
 from normscope.errors import UsageError
 from normscope.tools.probe.probe import Probe
 
-_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-
 
 def trainer_callback(batch: Any, **options: Any) -> Any:
-    """Make a callback for :class:`transformers.Trainer` that probes its model after optimizer steps.
+    """Make a callback for :class:`transformers.Trainer` that probes its model before and after its optimizer steps.
 
     The loss of a record is the one that the Trainer logged last, a mean over its ``logging_steps``.
 
@@ -35,6 +33,8 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **trained: Any) -> None:
             self.probe = Probe(trained["model"], batch, **options)
+            if not state.global_step:  # otherwise resumed: the file has that record
+                self.probe.run()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
@@ -44,7 +44,7 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
 
 
 def lightning_callback(batch: Any, model: nn.Module | None = None, **options: Any) -> Any:
-    """Make a callback for Lightning's Trainer, of ``lightning`` or ``pytorch_lightning``, that probes after its steps.
+    """Make a callback for Lightning's Trainer, of ``lightning`` or ``pytorch_lightning``, that probes as well.
 
     Args:
         batch: as of :class:`normscope.Probe`, which runs the model's ``forward`` on it.
@@ -59,7 +59,7 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
 
     ``Trainer(callbacks=[lightning_callback(batch, every=100, path="run.jsonl")])``
     """
-    package = next((sys.modules[name] for name in _LIGHTNING if name in sys.modules), None)
+    package = sys.modules.get("lightning.pytorch", sys.modules.get("pytorch_lightning"))
     if package is None:
         raise UsageError("lightning_callback needs Lightning: import lightning or pytorch_lightning first.")
 
@@ -69,6 +69,8 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
 
         def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
             self.probe, self.done = Probe(model or pl_module, batch, **options), trainer.global_step
+            if not self.done:  # otherwise resumed: the file has that record
+                self.probe.run()
 
         def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, *_: Any) -> None:
             if trainer.global_step == self.done:  # gradients are being accumulated

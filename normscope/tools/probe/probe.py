@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 class Probe:
     """Capture and fit the norms of a network while it trains, at every N-th step, on one fixed batch.
 
-    Call :meth:`step` once after each training step. The training step itself has no hook, and none of its numbers
-    change: the probe runs the network in eval mode, without gradients, on a copy of the batch, and restores training
-    flags, buffers and random states. Gradients are left as they are. The probe runs a compiled network eagerly, which
-    the file reports. It computes in the dtype of the weights, and under ``torch.autocast`` if :meth:`step` is called
-    there; the file reports that too.
+    Call :meth:`run` before training, for step 0, and :meth:`step` after each training step. Neither adds a hook to the
+    training step or changes its numbers: the probe runs the network in eval mode, without gradients, on a copy of the
+    batch, and restores training flags, buffers and random states. Gradients are left as they are. The probe runs a
+    compiled network eagerly, which the file reports. It computes in the dtype of the weights, and under
+    ``torch.autocast`` if it is called there; the file reports that too.
 
     Args:
         model: the network, also compiled, or wrapped for several processes.
@@ -80,6 +80,8 @@ class Probe:
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     >>> optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(64, 4)
     >>> probe = normscope.Probe(model, x, every=2, curves="tanh")
+    >>> probe.run().step
+    0
     >>> for _ in range(4):
     ...     loss = model(x).square().mean()
     ...     optimizer.zero_grad()
@@ -171,7 +173,8 @@ class Probe:
         self.capture = None  # so that there is no more than one at a time
         device = _device(self._model)
         self._batches = [batch.to(device, None) for batch in self._batches]  # the network may have moved
-        dtype, compiled = _dtype(self._model, device), any(map(_is_compiled, self._model.modules()))
+        dtype, modules = _dtype(self._model, device), list(self._model.modules())
+        compiled = any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in modules)
         self._header = replace(self._header, dtype=dtype, compiled=compiled)
         layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
         seen = captured(self._model, self._batches, layers=layers, about=about, ranks=self._ranks, report=self._report)
@@ -253,10 +256,6 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], TimelineSite):
         value = f"{count(len(value), 'site')} from {value[0].name} to {value[-1].name}"
     return f"{value!r:.100}"
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -1,6 +1,5 @@
 """``normscope gradient`` of embedded networks."""
 
-import csv
 import json
 
 import pytest
@@ -13,7 +12,7 @@ QUICK = "--limit 4 --device cpu"
 
 
 def test_tables_and_a_figure(here):
-    done = invoke(f"gradient demo_vit {QUICK} --layers 4", COLUMNS="60")
+    done = invoke(f"gradient demo_vit {QUICK} --layers 2", COLUMNS="60")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")
     assert lines[-1] == "outputs/demo_vit-gradient.png"
@@ -23,7 +22,7 @@ def test_tables_and_a_figure(here):
     assert ": norm, d, tokens, share, least, in tail." in words(done.stdout)
     assert "over all pairs" in words(done.stdout)
     tails = [cells for line in lines if (cells := line.split())[:1] == ["tail"]]
-    assert len(tails) == 4 and all(len(tail) in (5, 6) for tail in tails)
+    assert len(tails) == 2 and all(len(tail) in (5, 6) for tail in tails)
     with Image.open("outputs/demo_vit-gradient.png") as image:
         assert json.loads(image.text["Description"])["model"] == "demo_vit"
 
@@ -39,10 +38,3 @@ def test_a_capture_gives_the_result_of_its_network_and_of_python(here):
     seen = normscope.load_capture("seen.safetensors").only("0,16")
     views = [view.as_dict() for view in normscope.gradient(seen, normscope.fit(seen, "isru"))]
     assert views == printed["gradient"] and [view["site"] for view in views] == ["blocks.0.norm1", "norm"]
-
-
-def test_intervals_have_columns_of_their_own(here):
-    done = invoke(f"gradient demo_vit {QUICK} -o views.csv --layers 0-0")
-    assert done.stdout.splitlines() == ["outputs/demo_vit-gradient.png", "views.csv"]
-    [row] = csv.DictReader((here / "views.csv").open())
-    assert float(row["r2_tanh_low"]) < float(row["r2_tanh"]) < float(row["r2_tanh_high"])

@@ -124,6 +124,7 @@ def test_an_own_network_is_healed_in_its_own_batches():
     assert "decides how large its batches are" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_kept_norm_stays_and_the_other_is_healed(here):
     done = invoke(f"{OWN} --keep 1 -o healed --json")
     (kept,) = json.loads(done.stdout)["keep"]["kept"]

@@ -35,7 +35,7 @@ def test_a_capture_becomes_one_page(file, here):
 
 
 def test_a_model_is_captured_with_its_diagonal(here):
-    printed = document("report demo_vit --layers 2 --limit 4 -o page.html")
+    printed = document("report demo_vit --layers 1 --limit 4 --func tanh -o page.html")
     assert printed["page"] == "page.html" and printed["bytes"] == (here / "page.html").stat().st_size
     [capture] = data_of(here / "page.html")["captures"]
     assert [site["name"] for site in capture["sites"]] == printed["captures"][0]["sites"]
@@ -46,11 +46,12 @@ def test_several_captures_share_a_page_with_swap_results(file, here):
     swap = here / "swap.json"
     timing = Timing("native", "eager", "norm", "forward", "float32", (1,), 1)
     swap.write_text(json.dumps({"speed": [BenchReport({}, "cpu", (timing,)).as_dict()]}), encoding="utf-8")
-    invoke(f"report {file} {file} --swap-bench {swap}")
+    invoke(f"report {file} {file} --layers 0-0 --func tanh --swap-bench {swap}")
     shown = data_of(here / "outputs" / "report.html")
     assert len(shown["captures"]) == 2 and shown["swaps"]["speed"][0]["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_report_shows_the_inputs_that_a_capture_kept(here):
     capture = "capture demo_dit --layers 1 --limit 2 -o seen.safetensors --keep-inputs 2"
     done = invoke(f"{capture} --json")

@@ -1,5 +1,6 @@
 """``normscope simplify``: its table, and the folder that it writes."""
 
+import pytest
 import torch
 from command_line import document, invoke, words
 
@@ -28,6 +29,7 @@ def test_a_simplified_network_is_loaded_by_every_command(tmp_path):
     assert not (tmp_path / "twice").exists()
 
 
+@pytest.mark.slow
 def test_the_table_names_reasons(tmp_path):
     done = invoke("simplify demo_dit --limit 1 --device cpu -o exact", cwd=tmp_path)
     heading, columns, first, second, *_ = done.stdout.splitlines()

@@ -1,10 +1,12 @@
 """``normscope stats``: tables, JSON and figures."""
 
+import json
 import re
 
 import pytest
 import torch
 from command_line import document, invoke
+from PIL import Image
 from torch import nn
 
 import normscope
@@ -67,6 +69,7 @@ def test_json_is_the_result_of_python(file):
     assert (cards[2]["degenerate"], cards[2]["tails"]) == ("all zero", None)
 
 
+@pytest.mark.slow
 def test_parts_of_a_diffusion_model_have_tables_of_their_own():
     output = invoke("stats demo_dit -q --layers 1 --limit 2 --by timestep --timesteps 980,960").stdout
     assert output.count("demo_dit · ") == 2
@@ -100,14 +103,16 @@ def test_pointwise_functions_have_a_table_and_a_figure(tmp_path):
     x = torch.randn(40, 6, 8, generator=torch.Generator().manual_seed(0))
     seen = normscope.capture(model, [x], about={"model": "mixed", "weights": "none", "data": "noise"})
     file = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    output = invoke(f"stats {file} -q --plot {tmp_path / 'drawn.png'}", COLUMNS="140").stdout
+    output = invoke(f"stats {file} -q --plot {tmp_path / 'drawn.png'} --width 5 --title none", COLUMNS="140").stdout
     rows = [row.split() for row in output.splitlines() if re.match(r"[012] ", row)]
     assert [row[0] for row in rows] == ["0", "1", "2", "0", "1", "2"]  # the norm, the functions, and tails of all
     assert rows[1][1:4] == ["tanh", "0.5", "0"] and rows[2][1:4] == ["derf", "0.5", "0.25"]
     # No channel is stuck. One is dead because of its weight, and in the next function because its x is constant.
     assert rows[1][-2:] == rows[2][-2:] == ["0", "1"]
     assert output.splitlines()[-2:] == [str(tmp_path / "drawn.png"), str(tmp_path / "drawn-saturation.png")]
-    assert (tmp_path / "drawn-saturation.png").stat().st_size > 1000
+    for name in ("drawn.png", "drawn-saturation.png"):
+        with Image.open(tmp_path / name) as image:
+            assert image.width == 1000 and json.loads(image.text["Description"])["model"] == "mixed"
     sites = document(f"stats {file}")["sites"]
     assert [site["saturation"] and site["saturation"]["curve"] for site in sites] == [None, "tanh", "derf"]
     assert [site["saturation"]["dead"] for site in sites[1:]] == [[2], [2]]

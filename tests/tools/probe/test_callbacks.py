@@ -1,9 +1,11 @@
 """Callbacks: real trainings by transformers' Trainer, Lightning and accelerate, with a probe and without."""
 
 import logging
+import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from networks import PreNorm
@@ -16,6 +18,7 @@ from normscope.tools.probe.probe import Probe
 from normscope.tools.probe.timeline import load_timeline
 
 STEPS, ACCUMULATED, EVERY = 6, 2, 2
+RESUMED = 4  # the step of the checkpoint that a second training goes on from
 
 
 def data(seed=0):
@@ -39,6 +42,16 @@ def assert_same_weights(first, second):
         assert torch.equal(tensor, second[name]), name
 
 
+def assert_records(path, losses, *, before):
+    """Step 0 has the numbers of the network ``before`` its first update and no loss, the others their losses."""
+    timeline = load_timeline(path)
+    assert timeline.steps.tolist() == [0, 2, 4, 6]
+    assert timeline.losses[1:].tolist() == losses and math.isnan(timeline.losses[0])
+    for name, values in before.numbers.items():
+        np.testing.assert_allclose(timeline.numbers[name][0], np.array(values, float), rtol=1e-5)
+    return [site.name for site in timeline.sites]
+
+
 @pytest.mark.slow
 def test_the_trainer_of_transformers_trains_the_same_weights(tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -46,34 +59,37 @@ def test_the_trainer_of_transformers_trains_the_same_weights(tmp_path):
     tokens = torch.randint(64, (2 * STEPS * ACCUMULATED, 12), generator=generator)
     batch = {"input_ids": tokens[:4], "attention_mask": torch.ones(4, 12, dtype=torch.long)}
 
-    def trained(callbacks):
+    def network():
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(
+        return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                 attention_dropout=0.1,
             )
         )  # fmt: skip
+
+    def trained(callbacks, **options):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / "trainer"), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1,
-            gradient_accumulation_steps=ACCUMULATED, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            gradient_accumulation_steps=ACCUMULATED, report_to=[], use_cpu=True, disable_tqdm=True,
+            save_strategy="steps", save_steps=RESUMED,
         )  # fmt: skip
         examples = [{"input_ids": row, "labels": row} for row in tokens]
-        trainer = transformers.Trainer(model, arguments, train_dataset=examples, callbacks=callbacks)
-        trainer.train()
-        return weights_of(model), {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
+        trainer = transformers.Trainer(network(), arguments, train_dataset=examples, callbacks=callbacks)
+        trainer.train(**options)
+        return weights_of(trainer.model), {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
 
     path = tmp_path / "run.jsonl"
     callback = trainer_callback(batch, every=EVERY, path=path)
     with_probe, logged = trained([callback])
     without, logged_without = trained([])
     assert_same_weights(with_probe, without)
-    assert logged == logged_without
-    timeline = load_timeline(path)
-    assert timeline.steps.tolist() == [2, 4, 6]
-    assert timeline.losses.tolist() == [logged[step - 1] for step in timeline.steps]
-    assert [site.name for site in timeline.sites][-1] == "model.norm"
-    assert callback.probe.steps == STEPS
+    assert logged == logged_without and callback.probe.steps == STEPS
+    losses, before = [logged[step - 1] for step in (2, 4, 6)], Probe(network(), batch).run()
+    assert assert_records(path, losses, before=before)[-1] == "model.norm"
+    checkpoint = str(tmp_path / "trainer" / f"checkpoint-{RESUMED}")
+    trained([trainer_callback(batch, every=EVERY, path=path)], resume_from_checkpoint=checkpoint)
+    assert_records(path, losses, before=before)
 
 
 @pytest.mark.slow
@@ -102,26 +118,29 @@ def test_lightning_trains_the_same_weights(package, tmp_path, monkeypatch):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-2)
 
-    def trained(callbacks):
+    def trained(callbacks, *, steps=STEPS, resume=None):
         module = Classifier()
         trainer = lightning.Trainer(
-            max_steps=STEPS, accumulate_grad_batches=ACCUMULATED, callbacks=callbacks, accelerator="cpu", logger=False,
+            max_steps=steps, accumulate_grad_batches=ACCUMULATED, callbacks=callbacks, accelerator="cpu", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(examples, batch_size=4))
+        trainer.fit(
+            module, DataLoader(examples, batch_size=4), ckpt_path=resume, **({"weights_only": False} if resume else {})
+        )
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
         return weights_of(module), module.losses
 
-    path = tmp_path / "run.jsonl"
-    callback = lightning_callback(examples.tensors[0][:16], every=EVERY, path=path)
-    with_probe, losses = trained([callback])
+    path, batch = tmp_path / "run.jsonl", examples.tensors[0][:16]
+    with_probe, losses = trained([lightning_callback(batch, every=EVERY, path=path)])
     without, losses_without = trained([])
     assert_same_weights(with_probe, without)
     assert losses == losses_without
-    timeline = load_timeline(path)
-    assert timeline.steps.tolist() == [2, 4, 6]
     # Of the last accumulated batch; Lightning halves and the callback doubles it, both exactly; a line has 17 digits.
-    assert timeline.losses.tolist() == losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED]
-    assert [site.name for site in timeline.sites] == ["network.0.norms.0", "network.0.norms.1"]
+    of_records, before = losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED], Probe(Classifier(), batch).run()
+    assert assert_records(path, of_records, before=before) == ["network.0.norms.0", "network.0.norms.1"]
+    trained([], steps=RESUMED)
+    trained([lightning_callback(batch, every=EVERY, path=path)], resume=tmp_path / f"{RESUMED}.ckpt")
+    assert load_timeline(path).steps.tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.slow
