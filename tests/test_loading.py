@@ -32,9 +32,9 @@ def factory(tmp_path):
 def saved(folder, curve="dyt", layers="all", **options):
     """Load a network, swap and save it."""
     network = normscope.load(device="cpu", **options)
-    seen = normscope.capture(network.module, network.inputs, by_gamma=True, about=network.about)
-    normscope.swap(network.module, curve, seen, layers=layers)
-    normscope.save_swapped(network.module, folder, seen.about, func=curve, init="fit")
+    sites = normscope.find_norms(network.module, next(iter(network.inputs))).sites
+    normscope.swap(network.module, curve, sites, layers=layers, init="paper")
+    normscope.save_swapped(network.module, folder, network.about, func=curve, init="paper")
     return network
 
 

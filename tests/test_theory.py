@@ -84,7 +84,7 @@ tokens = st.builds(
     st.floats(0, 100),
     st.sampled_from([0.0, 1e-6, 1e-2, 1.0]),
 )
-on_tokens = settings(max_examples=20, deadline=None)
+on_tokens = settings(max_examples=10, deadline=None)
 
 
 def token_of(seed, d, scale, offset, massive):

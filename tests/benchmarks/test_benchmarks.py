@@ -40,13 +40,14 @@ def test_the_page_is_written_from_the_committed_results(monkeypatch):
 
 @pytest.mark.slow
 def test_the_benchmarks_of_a_gpu_are_rehearsed_and_leave_one_file_to_send_back(tmp_path):
+    """Apart from capture.py, which is measured on CPUs too and would compile everything anew."""
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
     path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, FOLDER / "gpu.py", "--rehearse", "--results", tmp_path]
+    command = [sys.executable, FOLDER / "gpu.py", "--rehearse", "--results", tmp_path, "checks", "speed", "llama"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(tmp_path / "gpu-rehearsal.tar.gz") as archive:
         records = {name: json.load(archive.extractfile(name)) for name in archive.getnames()}
     assert records.pop("environment.json")["failed"] == []
-    assert {name.partition("-")[0] for name in records} == {"gpu", "speed", "llama", "capture"}
+    assert {name.partition("-")[0] for name in records} == {"gpu", "speed", "llama"}
     assert all(record["failed"] == [] and record["measurements"] for record in records.values())

@@ -349,7 +349,8 @@ def test_a_second_pass_leaves_out_norms_whose_scale_is_not_the_tokens_own():
         *[None] * 3,
     )
     assert [each.gamma for each in layer.tails.channels] == [1, 1, 1, 1] and len(layer.scale.r2) == 16
-    (alone,) = normscope.norm_cards(normscope.capture(model, batches, layers="0-0"), model, batches)
+    seen = normscope.capture(model, batches, layers="0-0")
+    (alone,) = normscope.norm_cards(seen, model, batches)
     assert alone.scale.r2 == ()
     with pytest.raises(DataError, match="two"):
-        normscope.norm_cards(normscope.capture(model, batches), model, [batches[0][:1]])
+        normscope.norm_cards(normscope.capture(model, batches, layers="1-1"), model, [batches[0][:1]])

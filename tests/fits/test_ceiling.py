@@ -128,7 +128,7 @@ FOLDS = {
 
 @example("two scales", "even", 2, 0.01, 2019)  # the others' Σx² is lost in the whole's
 @example("heavy tails", "even", 40_000, 0.3, 0)  # groups of the largest count
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.sampled_from(sorted(FOLDS)),
@@ -309,7 +309,7 @@ def test_only_a_better_curve_raises_the_ceiling(embedded):
     seen = embedded["demo_vit"].only(["blocks.0.norm1", "norm"])
     alone = normscope.fit(seen, "linear", shift=False)
     raised = set()
-    for asked in ("isru", "mine=x/(1+abs(x)**3)**(1/3)", "free", "best"):
+    for asked in ("isru", "free", "best"):
         fits = normscope.fit(seen, asked)
         for site in (site.name for site in seen.sites):
             of_site, least = [found for found in fits if found.site == site], alone[site, "linear"].r2_ceiling

@@ -19,7 +19,7 @@ from normscope.pairs.sums.sampling import SourcesSeen
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 
 
-def heavy_tailed_batches(count=2, seed=0, tokens=50, d=32):
+def heavy_tailed_batches(count=2, seed=0, tokens=20, d=32):
     """Tokens of different σ, with two channels that reach far out; together they make an S."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -44,7 +44,7 @@ def observed():
     """A capture, and all of its raw pairs: of each site x and y, ``(samples, tokens, d)``."""
     model = two_norms()
     seen, rows = captures.observed(model, heavy_tailed_batches(), by_gamma=True, per_channel=True)
-    raw = {name: [values.view(32, 50, 32).numpy() for values in both] for name, both in rows.items()}
+    raw = {name: [values.view(32, 20, 32).numpy() for values in both] for name, both in rows.items()}
     return seen, raw, model.ln.weight.detach().double().numpy()
 
 
@@ -123,15 +123,13 @@ def test_channels_are_fitted_separately(observed, by_scipy):
         assert found.r2_ceiling is None and found.intervals == {} and found.in_noise is None
 
 
-def test_pools_are_named_for_what_their_sites_share(tmp_path):
+def test_pools_are_named_for_what_their_sites_share():
     parts = [nn.ModuleDict({"norm": nn.LayerNorm(8)}) for _ in range(3)]
     for part in parts:
         part.forward = lambda x, norm=part["norm"]: norm(x)
     blocks = nn.Sequential(*parts)
     seen = normscope.capture(blocks, [torch.randn(16, 8, generator=torch.Generator().manual_seed(0))])
-    path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    for capture in (seen, path, str(path)):
-        assert [one.site for one in normscope.fit(capture, "tanh", pool="kind")] == ["*.norm"]
+    assert [one.site for one in normscope.fit(seen, "tanh", pool="kind")] == ["*.norm"]
     assert len(normscope.fit(seen, "tanh", pool="placement")[0].sites) == 3
 
 
@@ -157,7 +155,7 @@ def test_in_theory_tanh_and_isru_are_the_papers_solutions(observed):
 
 
 def test_all_stands_for_the_curves_that_support_the_form(observed):
-    seen = observed[0]
+    seen = observed[0].only(["ln"])
     bounded = {name for name, curve in CURVES.items() if curve.bounded} - {"softcap", "sigmoid", "erf"}
     assert {one.curve for one in normscope.fit(seen, "all", amplitude="theory")} == bounded
     with pytest.raises(UsageError, match="linear is not bounded"):
@@ -178,13 +176,11 @@ def test_free_is_the_mean_of_y_at_x_and_no_curve_beats_it(observed, every_fit):
 
 
 def test_best_is_the_curve_that_predicts_held_out_folds_best(observed, every_fit):
-    best = normscope.fit(observed[0].only(["ln"]), "linear,best")[1]
     rivals = [fit for fit in every_fit["ln"] if fit.parameters == 3]
-    assert best.best and best.rank == 1 and best.parameters == 3
     assert len(rivals) == len(CURVES) - 3  # linear and softcap have fewer; derf is erf
-    assert best.r2_cv > max(fit.r2_cv for fit in rivals) - 1e-6
-    both = normscope.fit(observed[0].only(["ln"]), f"{best.curve},best")
-    assert [fit.curve for fit in both] == [best.curve]
+    first = max(rivals, key=lambda fit: fit.r2_cv)
+    linear, best = normscope.fit(observed[0].only(["ln"]), f"linear,{first.curve},best")  # which names it once
+    assert (linear.best, best.best, best.rank, best.parameters, best.curve) == (False, True, 1, 3, first.curve)
 
 
 def test_held_out_error_is_that_of_folds_left_out(observed, solved, by_scipy):
@@ -228,7 +224,7 @@ def test_captures_merged_in_any_order_fit_the_same():
 
     one, two, three = captured(slice(0, 10)), captured(slice(10, 33)), captured(slice(33, 48))
     whole = normscope.fit(captured(slice(0, 48)), "tanh")
-    for merged in (one.merge(two).merge(three), three.merge(one.merge(two)), two.merge(three).merge(one)):
+    for merged in (one.merge(two).merge(three), three.merge(one.merge(two))):
         for ours, theirs in zip(normscope.fit(merged, "tanh"), whole, strict=True):
             for number in ("amplitude", "alpha", "r2", "r2_cv", "r2_ceiling"):
                 assert getattr(ours, number) == pytest.approx(getattr(theirs, number), rel=1e-9)
@@ -347,11 +343,10 @@ def test_curves_are_ranked_among_those_with_as_many_parameters_and_equal_ones_sh
         ("derf,erf", {}, "derf"),
         ("derf,erf", {"shift": False}, "erf"),
         ("derf", {"theory": True}, "erf"),
-        ("softcap", {}, "softcap"),
     ],
 )
-def test_erf_with_a_shift_is_derf(embedded, curves, options, called):
-    [found] = normscope.fit(embedded["demo_vit"].only(["norm"]), curves, **options)
+def test_erf_with_a_shift_is_derf(observed, curves, options, called):
+    [found] = normscope.fit(observed[0].only(["ln"]), curves, **options)
     assert found.curve == found.as_dict()["curve"] == called
     assert (found.shift != 0) == (called == "derf")
 

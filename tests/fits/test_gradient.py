@@ -33,7 +33,7 @@ def noise(tokens, d=D, seed=0, dtype=torch.float32):
 @given(
     st.integers(0, 1000), st.integers(2, 12), st.floats(-1, 1), st.floats(0, 30), st.sampled_from([1e-12, 0.1, 20.0])
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_jacobians_are_those_of_automatic_differentiation(form, seed, d, scale, massive, eps):
     """An eps of 20 clamps most tokens of the norm that is clamped."""
     rows = noise(3, d, seed, torch.float64) * 10**scale
@@ -54,9 +54,9 @@ def test_jacobians_are_those_of_automatic_differentiation(form, seed, d, scale, 
 
 
 def observed(module, x):
-    """A capture of one norm, its fits, and its raw x and y."""
+    """A capture of one norm, and its raw x and y."""
     seen, raw = captures.observed(nn.Sequential(module), [x], diagonal=True)
-    return seen, normscope.fit(seen), raw.get("0")
+    return seen, raw.get("0")
 
 
 def heavy_tailed(tokens=60):
@@ -77,10 +77,10 @@ def weighted(norm):
 def site(request):
     norm = weighted(request.param(D, eps=1e-2))
     plain = request.param(D, eps=1e-2, elementwise_affine=False).double()
-    seen, fits, (x, y) = observed(norm, heavy_tailed())
+    seen, (x, y) = observed(norm, heavy_tailed())
     torch.testing.assert_close(plain(x), y, rtol=1e-4, atol=1e-5)
     matrices = torch.stack([jacobian(plain, row) for row in x])
-    return gradient(seen, fits)[0], fits, x, plain(x), matrices
+    return gradient(seen)[0], x, plain(x), matrices
 
 
 def shares_of(matrices):
@@ -89,7 +89,7 @@ def shares_of(matrices):
 
 
 def test_shares_are_those_of_the_raw_tokens(site):
-    view, _, x, _, matrices = site
+    view, x, _, matrices = site
     diagonals, shares = matrices.diagonal(dim1=1, dim2=2), shares_of(matrices)
     rows = diagonals.square() / matrices.square().sum(2)
     assert view.n_tokens == view.of_tokens == len(x)
@@ -103,7 +103,7 @@ def test_shares_are_those_of_the_raw_tokens(site):
 
 
 def test_constants_are_quantiles_over_the_raw_pairs(site):
-    view, _, x, y, _ = site
+    view, x, y, _ = site
     x, y = x.numpy(), y.numpy()
     mean = x.mean(1, keepdims=True) if view.centred else 0.0
     scale = np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + 1e-2) + 0 * x
@@ -133,12 +133,12 @@ def torchs_own(norm, x):
     return vmap(jacrev(lambda row: norm(row, (D,), eps=1e-2)))(x.double()).diagonal(dim1=1, dim2=2)
 
 
-CURVES = ("tanh", "isru", "erf", "softsign", "hardtanh")
+CURVES = ("tanh", "softsign", "hardtanh")
 
 
 @pytest.mark.parametrize("norm", [nn.functional.layer_norm, nn.functional.rms_norm], ids=["layer", "rms"])
 def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
-    x = heavy_tailed(3000)
+    x = heavy_tailed(1500)
     module = nn.LayerNorm(D, eps=1e-2) if norm is nn.functional.layer_norm else nn.RMSNorm(D, eps=1e-2)
     diagonals = torchs_own(norm, x)
     views = []
@@ -199,7 +199,7 @@ def test_a_capture_without_the_sums_is_refused():
     seen = normscope.capture(model, [noise(12).view(3, 4, D)])
     for make in (gradient, plot_gradient):
         with pytest.raises(DataError) as error:
-            make(seen, normscope.fit(seen))
+            make(seen, ())
         assert str(error.value) == (
             "The capture holds no sums of the diagonal of the Jacobian of layer; capture again with diagonal=True "
             "(normscope capture --diagonal)."
@@ -217,8 +217,8 @@ def massive(tokens=60, d=100):
 
 def test_the_assumptions_differ_in_the_tail():
     """DyISRU is right there, and DyT is not."""
-    seen, fits, _ = observed(nn.RMSNorm(100), massive())
-    [view] = gradient(seen, fits)
+    seen, _ = observed(nn.RMSNorm(100), massive())
+    [view] = gradient(seen)
     assert view.constants["tail"].n_pairs > 50
     assert view.constants["tail"].steadier == "others"
     assert view.constants["tail"].others.ratio < 1.3 < 4 < view.constants["tail"].scale.ratio
@@ -230,10 +230,10 @@ def test_the_assumptions_differ_in_the_tail():
 def test_where_x_determines_the_diagonal_its_mean_predicts_it_and_only_there():
     """Permutations of one token have the same ρ, so that ∂y/∂x is a function of x."""
     one = torch.linspace(-3, 3, 8).repeat(3)
-    seen, fits, _ = observed(nn.RMSNorm(D), one[noise(64).argsort(1)])
-    assert gradient(seen, fits)[0].r2_of_x == pytest.approx(1.0, abs=1e-9)
-    seen, fits, _ = observed(nn.RMSNorm(100), massive()[noise(60, 1).flatten().argsort()])
-    assert gradient(seen, fits)[0].r2_of_x < 0.1
+    seen, _ = observed(nn.RMSNorm(D), one[noise(64).argsort(1)])
+    assert gradient(seen)[0].r2_of_x == pytest.approx(1.0, abs=1e-9)
+    seen, _ = observed(nn.RMSNorm(100), massive()[noise(60, 1).flatten().argsort()])
+    assert gradient(seen)[0].r2_of_x < 0.1
 
 
 def norm_by_largest():
@@ -260,8 +260,8 @@ def norm_by_largest():
     ids=["group", "batch", "one", "nan", "unknown"],
 )
 def test_sites_without_a_closed_form_have_a_reason(module, x, reason):
-    seen, fits, _ = observed(module or norm_by_largest(), x)
-    [view] = gradient(seen, fits)
+    seen, _ = observed(module or norm_by_largest(), x)
+    [view] = gradient(seen, normscope.fit(seen, "tanh"))
     assert reason in view.reason
     assert view.n_tokens == 0 and not view.constants and not view.r2
     document = json.loads(json.dumps(view.as_dict(), allow_nan=False))
@@ -269,7 +269,8 @@ def test_sites_without_a_closed_form_have_a_reason(module, x, reason):
 
 
 def test_a_degenerate_site_has_no_r2():
-    seen, fits, _ = observed(nn.LayerNorm(D), torch.zeros(9, D))
+    seen, _ = observed(nn.LayerNorm(D), torch.zeros(9, D))
+    fits = normscope.fit(seen)
     [view] = gradient(seen, fits)
     assert all(found.degenerate for found in fits)
     assert all(math.isnan(value) for value in view.r2.values())

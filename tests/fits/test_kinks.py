@@ -66,11 +66,11 @@ def test_alpha_and_its_interval_are_those_of_raw_pairs(solved, curve, shift):
     assert 0.8 < (ours[1] - ours[0]) / (high - low) < 1.25
 
 
-@pytest.mark.parametrize("scale", np.geomspace(1, 2 ** (1 / 16), 3))
+@pytest.mark.parametrize("scale", [1.0, 2 ** (1 / 32)])
 def test_alpha_of_a_kink_does_not_depend_on_where_bins_begin(solved, scale):
     """Of the same pairs in other units, α·x is the same."""
     generator = np.random.default_rng(2)
-    x = 1.5 * generator.standard_normal(20_000)
+    x = 1.5 * generator.standard_normal(8000)
     y = 3 * np.clip(0.7 * x + 0.4, -1, 1) + 0.2 * generator.standard_normal(x.size)
     log_alpha, s = of_raw_pairs(CURVES["hardtanh"], x, y, 0.7, 0.4, True)
     found = solved(scale * x, y, "hardtanh", FitForm())

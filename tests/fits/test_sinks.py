@@ -8,6 +8,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
+from normscope.show.tables.card import card_table
 from normscope.show.tables.sinks import sink_sentence
 
 D = 16
@@ -32,9 +33,18 @@ def network():
     return network_of(two_norms, first=nn.RMSNorm(D), second=nn.LayerNorm(D))
 
 
-@pytest.mark.parametrize("skip", [0, 1])
-def test_r2_without_a_sink_is_that_of_a_capture_without_it(network, skip):
-    batches = texts(sink=skip)
+@pytest.fixture(scope="module")
+def seen(network):
+    return normscope.capture(network, texts(), by_gamma=True, per_channel=True)
+
+
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen, "tanh")
+
+
+def test_r2_without_a_sink_is_that_of_a_capture_without_it(network):
+    skip, batches = 1, texts(sink=1)
     seen, without = (normscope.capture(network, batches, skip=n) for n in (skip, skip + 1))
     fits = normscope.fit(seen, "tanh,linear,free")
     others = normscope.fit(without, "tanh,linear")
@@ -62,8 +72,8 @@ def test_another_position_is_named_with_its_share(network):
     ids=["less than half", "two positions", "one position"],
 )
 def test_positions_with_an_ordinary_share_are_no_sinks(network, sink, size, length):
-    fits = normscope.fit(normscope.capture(network, texts(sink, size, length=length)), "tanh")
-    assert {fit.sink for fit in fits} == {None} and sink_sentence(fits) is None
+    fits = normscope.fit(normscope.capture(network, texts(sink, size, length=length), layers=["first"]), "tanh")
+    assert [fit.sink for fit in fits] == [None] and sink_sentence(fits) is None
 
 
 def test_no_sink_is_named_where_positions_are_unknown():
@@ -71,8 +81,7 @@ def test_no_sink_is_named_where_positions_are_unknown():
     assert normscope.fit(normscope.capture(flat, texts()), "tanh")[0].sink is None
 
 
-def test_other_fits_have_no_r2_without_the_sink(network):
-    seen = normscope.capture(network, texts(), by_gamma=True, per_channel=True)
+def test_other_fits_have_no_r2_without_the_sink(seen):
     for options in ({"weights_by": "gamma"}, {"theory": True}):
         assert all(
             fit.sink.position == 0 and fit.sink.r2_without is None for fit in normscope.fit(seen, "tanh", **options)
@@ -87,22 +96,23 @@ def test_merged_captures_have_the_sinks_of_both(network, tmp_path):
     files = [tmp_path / "one.safetensors", tmp_path / "other.safetensors"]
     for file, batches in zip(files, (texts(), others), strict=True):
         normscope.save_capture(normscope.capture(network, batches), file)
-    merged = normscope.fit(normscope.merge_captures(files), "tanh")
-    without = normscope.fit(normscope.capture(network, [*texts(), *others], skip=1), "tanh")
+    merged = normscope.fit(normscope.merge_captures(files).only(["first"]), "tanh")
+    without = normscope.fit(normscope.capture(network, [*texts(), *others], skip=1, layers=["first"]), "tanh")
     assert [fit.sink.r2_without for fit in merged] == pytest.approx([fit.r2 for fit in without], abs=1e-9)
 
 
-def test_the_norm_card_has_the_sink(network):
-    seen = normscope.capture(network, texts())
-    cards, fits = normscope.norm_cards(seen), normscope.fit(seen, "tanh")
+def test_the_norm_card_has_the_sink(seen, fits):
+    cards = normscope.norm_cards(seen)
     assert [card.sink for card in cards] == [fit.sink for fit in fits]
+    shown = dict(card_table(cards[0]).rows)["sink"]
+    assert shown.startswith("position 0 carries over 99% of Σx²; without it tanh's R² is")
     row = cards[0].as_dict()["sink"]
     assert list(row) == ["position", "share", "curve", "r2", "r2_without"] and row == fits[0].as_dict()["sink"]
 
 
-def test_plot_and_stats_report_the_sink(network, tmp_path):
-    file = normscope.save_capture(normscope.capture(network, texts()), tmp_path / "seen.safetensors")
-    first, second = normscope.fit(normscope.load_capture(file), "tanh")
+def test_plot_and_stats_report_the_sink(seen, fits, tmp_path):
+    file = normscope.save_capture(seen, tmp_path / "seen.safetensors")
+    first, second = fits
     worst = max(first, second, key=lambda fit: fit.sink.r2_without - fit.r2)
     sentence = (
         f"{worst.site}: position 0 carries over 99% of Σx²; without it tanh's R² is {worst.sink.r2_without:.3f} "
@@ -110,8 +120,6 @@ def test_plot_and_stats_report_the_sink(network, tmp_path):
     )
     assert sink_sentence([first, second]) == sentence
     assert sentence in words(invoke(f"stats {file}", COLUMNS="200").stdout)
-    alone = words(invoke(f"stats {file} --layers first", COLUMNS="200").stdout)
-    assert "sink position 0 carries over 99% of Σx²; without it tanh's R² is" in alone
     assert sentence in words(invoke(f"plot {file} -o {tmp_path / 'seen.svg'}").stderr)
     assert "position 0 carries" in (tmp_path / "seen.svg").read_text()
 

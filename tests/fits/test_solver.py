@@ -39,7 +39,7 @@ def heavy_tailed(pairs, seed):
 @pytest.mark.parametrize("level", [0.0, 0.6])
 def test_alpha_is_where_the_error_of_all_raw_pairs_is_stationary(solved, name, scale, level):
     """The two signs of x need not mirror each other: y may be off centre, and one tail longer."""
-    x, generator = heavy_tailed(30_000, 0)
+    x, generator = heavy_tailed(8000, 0)
     x = (scale * np.where(x > 0, 1.7 * x, x)).astype(np.float32).astype(float)
     y = np.tanh(0.8 * x / scale) + level + 0.2 * generator.standard_normal(x.size)
 
@@ -59,7 +59,7 @@ def test_alpha_is_where_the_error_of_all_raw_pairs_is_stationary(solved, name, s
 @pytest.mark.parametrize("curve", SMOOTH, ids=lambda curve: curve.name)
 @pytest.mark.parametrize("shift", [0.0, 0.7])
 def test_every_smooth_curve_agrees_with_scipy_on_all_raw_pairs(solved, by_scipy, curve, shift):
-    x, generator = heavy_tailed(20_000, 1)
+    x, generator = heavy_tailed(6000, 1)
     y = 2 * curve.function(torch.from_numpy(0.8 * x + shift)).numpy() + 0.3 * generator.standard_normal(x.size)
     found = solved(x, y, curve, FitForm(shift=shift != 0))
 
@@ -75,10 +75,10 @@ def test_every_smooth_curve_agrees_with_scipy_on_all_raw_pairs(solved, by_scipy,
 
 @pytest.mark.parametrize("curve", [c for c in SEARCHED if not c.smooth], ids=lambda curve: curve.name)
 def test_curves_with_kinks_leave_no_more_than_the_best_of_a_fine_search(solved, curve):
-    x, generator = heavy_tailed(20_000, 2)
+    x, generator = heavy_tailed(6000, 2)
     y = 2 * curve.function(torch.from_numpy(0.8 * x)).numpy() + 0.3 * generator.standard_normal(x.size)
     found = solved(x, y, curve)
-    best = min(residual_of(curve, x, y, alpha) for alpha in np.geomspace(0.5 * found.alpha, 2 * found.alpha, 1000))
+    best = min(residual_of(curve, x, y, alpha) for alpha in np.geomspace(0.5 * found.alpha, 2 * found.alpha, 400))
     assert residual_of(curve, x, y, found.alpha) <= best * (1 + 1e-4)
     assert found.residual == pytest.approx(residual_of(curve, x, y, found.alpha), rel=1e-4)
 
@@ -105,11 +105,11 @@ def lowest(name, x, y, between):
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
-@pytest.mark.parametrize("beside", [-0.3, -1e-4, 1e-4, 0.01])
+@pytest.mark.parametrize("beside", [-1e-4, 1e-4])
 def test_the_lower_of_two_minima_is_found(solved, name, beside):
     """Two kinds of pairs that bend a thousandfold apart: the larger the far ones' y, the more their bend pays."""
     generator = np.random.default_rng(1)
-    near = generator.random(20_000) < 0.6
+    near = generator.random(6000) < 0.6
     x = generator.standard_normal(near.size) * np.where(near, 1e-2, 30.0)
     noise = 0.1 * generator.standard_normal(near.size)
 
@@ -130,7 +130,7 @@ def test_the_lower_of_two_minima_is_found(solved, name, beside):
 def test_without_a_fold_a_curve_with_kinks_is_in_the_lower_of_two_minima(solved, name):
     """Of all pairs the two are nearly as deep, so that some folds, left out, decide which one is the lower."""
     generator = np.random.default_rng(1)
-    near, folds = generator.random(16_000) < 0.6, np.arange(16_000) % 8
+    near, folds = generator.random(8000) < 0.6, np.arange(8000) % 8
     x = generator.standard_normal(near.size) * np.where(near, 1e-2, 30.0)
     noise = np.where(folds < 4, 0.05, 0.3) * generator.standard_normal(near.size)
     spans = ((10, 3e3), (1e-3, 1))
@@ -175,7 +175,7 @@ def test_without_a_fold_a_shifted_curve_is_fitted_anew(solved, by_scipy, name):
 @pytest.mark.parametrize("name", sorted(NUMPY))
 def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_do(solved, name):
     generator = np.random.default_rng(2)
-    x = generator.uniform(4, 5, 20_000)
+    x = generator.uniform(4, 5, 6000)
     y = np.tanh(0.3 * x) + 0.01 * generator.standard_normal(x.size)
     found = solved(x, y, name)
     error, alpha = min(lowest(name, x, y, (bound, 2 * bound)) for bound in np.geomspace(0.01, 5, 10))
@@ -185,7 +185,7 @@ def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_d
 
 @pytest.mark.parametrize("offset", [0.0, 3.0, -200.0])
 def test_a_shift_finds_a_bend_away_from_the_origin(solved, offset):
-    x, generator = heavy_tailed(20_000, 5)
+    x, generator = heavy_tailed(8000, 5)
     y = 3 * np.tanh(0.9 * x) + 0.2 * generator.standard_normal(x.size)
     found = solved(x + offset, y, "tanh", FitForm())
     # x near 200 is known to 1/64 octave at best, which is wider than the bend: its own regression line is what is left.
@@ -200,7 +200,7 @@ def test_a_shift_finds_a_bend_away_from_the_origin(solved, offset):
 )
 def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(name, shifted, most):
     """The grid over all decades is evaluated at the coarse nodes alone; sigmoid has no best s for small α."""
-    x, generator = heavy_tailed(200_000, 4)
+    x, generator = heavy_tailed(60_000, 4)
     moments = moments_of(x + 0.4 * shifted, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
     nodes, coarse = (nodes_of(joined(moments, width), odd=not shifted) for width in (1, 32))
     sizes = []
@@ -214,7 +214,7 @@ def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(name, shifted, most)
     assert alphas[0] == alphas[1] and sum(sizes) < most * nodes.x.numel()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(SEARCHED),
     st.floats(-5.8, 4.7),  # at 1e-6 the steepest bends would begin below the grid
@@ -241,7 +241,7 @@ LINEAR = [c for c in CURVES.values() if c.linear_at_origin and c.zero_centred an
 
 
 @given(st.sampled_from(LINEAR), st.floats(-6, 4.7), st.floats(0.01, 100), st.floats(-3, 3), st.floats(0, 0.3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_pairs_about_a_line_are_straight_and_have_its_slope_and_offset(solved, curve, log_scale, slope, offset, noise):
     """Numpy's line, through the origin only without a shift."""
     if curve.name == "linear":  # α is 1, so that s, searched to 1e-7, is in the unit of x
@@ -285,7 +285,7 @@ def test_a_curve_without_a_slope_at_its_origin_is_not_identified_below_its_bend(
     """α then only scales the curve, which is as near to the pairs as numpy's multiple of |x|^p."""
     curve, power = UNBENT[name]
     generator = np.random.default_rng(0)
-    x = (scale * generator.uniform(-1, 1, 20_000)).astype(np.float32).astype(float)
+    x = (scale * generator.uniform(-1, 1, 8000)).astype(np.float32).astype(float)
     limit = np.abs(x) ** power * (1 if name == "even" else np.sign(x))
     y = 0.7 * limit + 0.3 * scale**power * generator.standard_normal(x.size)
     folds = np.arange(x.size) % 8
@@ -298,7 +298,7 @@ def test_a_curve_without_a_slope_at_its_origin_is_not_identified_below_its_bend(
     assert not bent.unidentified and bent.alpha == pytest.approx(3 / scale, rel=1e-2)
 
 
-@pytest.mark.parametrize("formula", ["x**3", "sign(x)*abs(x)**.5", "abs(x)", "x**2"])
+@pytest.mark.parametrize("formula", ["x**3", "sign(x)*abs(x)**.5", "x**2"])
 def test_powers_are_never_identified(solved, formula):
     x, noise = np.random.default_rng(0).standard_normal((2, 8000))
     folds = np.arange(8000) % 8
@@ -317,7 +317,7 @@ def test_the_identity_is_the_line(solved):
 
 
 def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
-    x, generator = heavy_tailed(20_000, 6)
+    x, generator = heavy_tailed(8000, 6)
     y = 5 * np.tanh(x / 5) + 0.1 * generator.standard_normal(x.size)
     found = solved(x, y, "softcap")
     assert found.amplitude == pytest.approx(1 / found.alpha, rel=1e-12)
@@ -331,7 +331,7 @@ def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
     ids=str,
 )
 def test_fixed_parameters_keep_their_values(solved, form):
-    x, generator = heavy_tailed(20_000, 7)
+    x, generator = heavy_tailed(8000, 7)
     y = 2 * np.tanh(0.8 * x + 0.3) + 0.2 * generator.standard_normal(x.size)
     found = solved(x, y, "tanh", form, bound=2.5)
 

@@ -216,7 +216,7 @@ def test_functions_are_recognized_and_verified_in_other_precisions(dtype):
 def test_a_swapped_norm_with_an_activation_is_verified_with_it():
     norm = timm.layers.LayerNormAct(D, act_layer=nn.ReLU)
     model, x = nn.Sequential(nn.Linear(D, D), norm), noise(16, 5, D)
-    normscope.swap(model, "dyt", normscope.capture(model, [x]))
+    normscope.swap(model, "dyt", report_of(model, x).sites, init="paper")
     seen = normscope.capture(model, [x], verify=True)
     assert seen.sites[0].pointwise.curve == "tanh" and float(seen.stats["1"].moments.sum((0, 2))[2]) != 0
 

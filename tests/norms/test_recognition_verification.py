@@ -209,7 +209,7 @@ def images(side, offset, layout):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("side", "offset"), [(8, 0.3), (256, 0.0), (256, 0.3)])
+@pytest.mark.parametrize(("side", "offset"), [(8, 0.3), (256, 0.3)])
 def test_the_sums_of_large_groups_are_verified_and_wrong_tables_are_not(layout, side, offset):
     """In channels_last torch adds up all positions one after the other, in float32."""
     module, x = trained(nn.GroupNorm(8, 8, eps=1e-3)), images(side, offset, layout)

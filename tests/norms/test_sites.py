@@ -24,16 +24,13 @@ def sites(count: int) -> list[NormSite]:
     [
         ("all", list(range(25))),
         ("4", [0, 7, 16, 24]),
-        (4, [0, 7, 16, 24]),
         (None, [0, 7, 16, 24]),
         ("1", [12]),
         ("2", [0, 24]),
-        ("25", list(range(25))),
         ("8,", [8]),
         ("8-8", [8]),
         ([8], [8]),
         ("0,3-5,24", [0, 3, 4, 5, 24]),
-        ([0, 3], [0, 3]),
         ("blocks.2.norm2", [5]),
         ("blocks.1?.norm1", [20, 22]),
         ("24,0,0", [0, 24]),
@@ -47,7 +44,6 @@ def test_select(layers, expected):
     ("layers", "sentence"),
     [
         ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python\."),
-        ("-3", "at least 1, not -3"),
         ("99", "The number of layers is 99, but there are 25 norm sites"),
         ("LayrNorm", "Did you mean 'LayerNorm'"),
         ("25,", "numbered 0 to 24"),
@@ -55,7 +51,6 @@ def test_select(layers, expected):
         ("blocks.2.nrm2", "Did you mean 'blocks.2.norm2'"),
         ("conv*", "There is no norm site 'conv.'"),
         ("", "name no norm site"),
-        (",", "name no norm site"),
     ],
 )
 def test_layers_that_are_none(layers, sentence):
@@ -139,9 +134,6 @@ def placed(*placements):
         (["qk", 0], [0, 1]),
         ("qk, 2-3", [1, 2, 3]),
         ("blocks.[34].*,pre-norm", [0, 2, 3, 4]),
-        (2, [0, 4]),
-        ("3", [0, 2, 4]),
-        ([3], [3]),
         (["blocks.3.norm"], [3]),
         (["pre-norm", "all"], [0, 1, 2, 3, 4]),
     ],
@@ -188,7 +180,6 @@ def test_sites_that_are_not_there():
         {"encoder.layer.0.layernorm_before": "0.before", "layernorm": "norm"},
         {"transformer_blocks.0.norm1.norm": "0.norm1", "norm_out": "norm_out"},
         {"a.out": "a.out", "a.output": "a.output", "a.0.out": "0.out"},  # abbreviations that are not unique
-        {"b.norm": "b.norm", "b": "b"},
         {"0": "0", "3": "3"},
         {},
     ],

@@ -57,15 +57,9 @@ def test_norms_without_a_token_are_reported():
 
 
 def test_a_module_that_only_holds_a_norm_is_none():
-    class HoldsNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-        def forward(self, x):
-            return self.norm(self.linear(x))
-
-    report = report_of(nn.Sequential(HoldsNorm()), torch.randn(1, 6))
+    parts = {"linear": nn.Linear(6, 6), "norm": nn.LayerNorm(6)}
+    holds_norm = network_of(lambda self, x: self.norm(self.linear(x)), "HoldsNorm", **parts)
+    report = report_of(nn.Sequential(holds_norm), torch.randn(1, 6))
     assert [site.name for site in report.sites] == ["0.norm"]
     assert not report.skipped
     weight_normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.LayerNorm(6))
@@ -151,37 +145,24 @@ def test_placements_in_networks_of_timm():
     assert found[-1] == ("head.norm", "final")
 
 
-class Block(nn.Module):
-    """A residual block of each kind."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.mlp = kind, nn.Linear(6, 6)
-        self.norm1, self.norm2 = nn.LayerNorm(6), nn.LayerNorm(6)
-
-    def forward(self, x):
-        match self.kind:
-            case "res-post":
-                return self.norm2(self.mlp(self.norm1(self.mlp(x)))) + x
-            case "sandwich":
-                return x + self.norm2(self.mlp(self.norm1(x)))
-            case "parallel":
-                return x + self.mlp(self.norm1(x)) + self.mlp(self.norm2(x))
-            case "difference":
-                return x - self.mlp(self.norm2(self.mlp(self.norm1(x))))
+def block(forward):
+    return network_of(forward, mlp=nn.Linear(6, 6), norm1=nn.LayerNorm(6), norm2=nn.LayerNorm(6))
 
 
-def test_other_kinds_of_blocks():
-    expected = {
-        "res-post": (None, "post-norm"),
-        "sandwich": ("pre-norm", "post-norm"),
-        "parallel": ("pre-norm", "pre-norm"),
-        "difference": ("pre-norm", None),
-    }
-    for kind, (first, second) in expected.items():
-        model = nn.Sequential(Block(kind), Block(kind), nn.LayerNorm(6))
-        found = dict(placements(model, torch.randn(1, 4, 6)))
-        assert (found["0.norm1"], found["1.norm2"], found["2"]) == (first, second, "final"), kind
+@pytest.mark.parametrize(
+    ("forward", "first", "second"),
+    [
+        (lambda self, x: self.norm2(self.mlp(self.norm1(self.mlp(x)))) + x, None, "post-norm"),
+        (lambda self, x: x + self.norm2(self.mlp(self.norm1(x))), "pre-norm", "post-norm"),
+        (lambda self, x: x + self.mlp(self.norm1(x)) + self.mlp(self.norm2(x)), "pre-norm", "pre-norm"),
+        (lambda self, x: x - self.mlp(self.norm2(self.mlp(self.norm1(x)))), "pre-norm", None),
+    ],
+    ids=["res-post", "sandwich", "parallel", "difference"],
+)
+def test_other_kinds_of_blocks(forward, first, second):
+    model = nn.Sequential(block(forward), block(forward), nn.LayerNorm(6))
+    found = dict(placements(model, torch.randn(1, 4, 6)))
+    assert (found["0.norm1"], found["1.norm2"], found["2"]) == (first, second, "final")
 
 
 def test_wav2vec_placement_is_that_of_its_encoder_layers():

@@ -78,12 +78,6 @@ FORMULAS = {
         lambda x: x / power(x).clamp_min(1e-2).sqrt(),
         W,
     ),
-    "clamped root mean square": (
-        lambda self, x: x / (x.norm(dim=-1, keepdim=True) * D**-0.5).clamp(min=self.eps) * self.g,
-        {"eps": 1e-2, "g": W},
-        lambda x: x / power(x).sqrt().clamp_min(1e-2),
-        W,
-    ),
     "√d as a buffer": (
         lambda self, x: F.normalize(x, dim=-1) * self.scale * self.g,
         {"scale": torch.tensor(D**0.5), "g": W},
@@ -102,10 +96,10 @@ FORMULAS = {
         lambda x: x / (power(x) + 1e-6).sqrt(),
         LOG.exp(),
     ),
-    "unit offset": (
-        lambda self, x: (1 + self.delta) * F.rms_norm(x, (D,), eps=1e-6) + self.move,
-        {"move": B, "delta": LOG},
-        lambda x: x / (power(x) + 1e-6).sqrt(),
+    "unit offset, clamped root mean square": (
+        lambda self, x: (1 + self.delta) * (x / (x.norm(dim=-1, keepdim=True) * D**-0.5).clamp(min=self.eps)) + self.b,
+        {"b": B, "delta": LOG, "eps": 1e-2},
+        lambda x: x / power(x).sqrt().clamp_min(1e-2),
         1 + LOG,
     ),
     "one norm per head": (
@@ -431,10 +425,9 @@ def test_running_statistics_are_identified_under_any_name():
 def test_a_swap_keeps_weight_and_bias():
     formulas = [FORMULAS[name] for name in ("bias made first", "gain by its logarithm", "one norm per head")]
     model = nn.Sequential(*(made(forward, parts) for forward, parts, *_ in formulas))
-    fits = normscope.fit(normscope.capture(model, [tokens(5, 7, D)]), "tanh", shift=False)
-    normscope.swap(model, "tanh", fits)
-    for module, fit, (_, parts, _, gain) in zip(model, fits, formulas, strict=True):
-        torch.testing.assert_close(module.weight.detach(), gain.detach() * fit.amplitude, rtol=1e-5, atol=0)
+    normscope.swap(model, "tanh", report_of(model, tokens(5, 7, D)).sites, init="paper")  # where A = 1
+    for module, (_, parts, _, gain) in zip(model, formulas, strict=True):
+        torch.testing.assert_close(module.weight.detach(), gain.detach(), rtol=1e-5, atol=0)
         assert module.bias is parts.get("b") is None or torch.allclose(module.bias, parts["b"], atol=1e-6)
 
 

@@ -85,25 +85,9 @@ def dyts(paths):
 
 
 @ways
-def test_drift_of_compiled_parts_is_that_of_an_uncompiled_copy(x, compiled):
-    compiler = Compiler()
-    model, paths = compiled(network(), compiler)
-    model.eval()
-    with torch.no_grad():
-        model(x)
-    before = compiler.runs
-    report = drift(model, [x[:3], x[3:]], dyts(paths))
-    known = drift(network(), [x[:3], x[3:]], dyts({}))
-    assert compiler.runs == before
-    assert [row.relative_l2 for row in report.rows] == [row.relative_l2 for row in known.rows]
-    assert [row.site for row in report.rows] == [paths.get(row.site, row.site) for row in known.rows]
-    assert report.all.relative_l2.min > 0
-
-
-@ways
-def test_a_swap_recompiles_and_undoing_it_restores_the_compiled_code(x, compiled):
-    plain, compiler = network(), Compiler()
-    model, paths = compiled(network(), compiler)
+def test_swaps_recompile_and_drift_of_compiled_parts_is_that_of_an_uncompiled_copy(x, compiled):
+    plain, compiler = network().eval(), Compiler()
+    model, paths = compiled(network().eval(), compiler)
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(model(x), plain(x))
@@ -111,6 +95,13 @@ def test_a_swap_recompiles_and_undoing_it_restores_the_compiled_code(x, compiled
                 before, swapped = compiler.runs, plain(x)
                 assert torch.equal(model(x), swapped) and compiler.runs > before
             assert not torch.equal(model(x), swapped)
+    before = compiler.runs
+    report = drift(model, [x[:3], x[3:]], dyts(paths))
+    known = drift(plain, [x[:3], x[3:]], dyts({}))
+    assert compiler.runs == before
+    assert [row.relative_l2 for row in report.rows] == [row.relative_l2 for row in known.rows]
+    assert [row.site for row in report.rows] == [paths.get(row.site, row.site) for row in known.rows]
+    assert report.all.relative_l2.min > 0
 
 
 def test_drift_of_a_padded_encoder_is_that_of_one_without_nested_tensors():

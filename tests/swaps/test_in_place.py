@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from networks import State, numbered_batches, same
+from networks import State, network_of, numbered_batches, same
 from torch import nn
 
 import normscope
@@ -125,16 +125,9 @@ def test_drift_is_that_of_single_passes_of_fresh_copies(network, batches):
 
 
 def test_a_network_that_gives_its_own_buffer_drifts(batches):
-    class Remembering(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
-            self.register_buffer("state", torch.zeros(3, WIDTH))
-
-        def forward(self, x):
-            return self.state.mul_(0.5).add_(self.norm(x)[:, 0])
-
-    network, function = Remembering().eval(), {"norm": DyT(WIDTH, alpha=0.4)}
+    network = network_of(lambda self, x: self.state.mul_(0.5).add_(self.norm(x)[:, 0]), norm=nn.LayerNorm(WIDTH))
+    network.eval().register_buffer("state", torch.zeros(3, WIDTH))
+    function = {"norm": DyT(WIDTH, alpha=0.4)}
     swapped = copy.deepcopy(network)
     Swap(swapped, function)
     by_hand = distances_by_hand(network, swapped, batches)
@@ -170,17 +163,12 @@ def test_healing_reports_the_drift_of_single_passes(network, batches):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_function_that_calls_itself_for_each_part_of_a_nested_tensor_is_looked_at(layout):
-    class Nesting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.nested, self.last = DyT(WIDTH), nn.LayerNorm(WIDTH)
-
-        def forward(self, x):
-            self.nested(torch.nested.nested_tensor([x[0, :2], x[0]], layout=layout))
-            return self.last(x.mul_(2))
+    def forward(self, x):
+        self.nested(torch.nested.nested_tensor([x[0, :2], x[0]], layout=layout))
+        return self.last(x.mul_(2))
 
     (batch,) = inputs(1)
-    report = find_norms(Nesting(), batch)
+    report = find_norms(network_of(forward, nested=DyT(WIDTH), last=nn.LayerNorm(WIDTH)), batch)
     assert list(report.kinds) == ["last"] and [norm.name for norm in report.skipped] == ["nested"]
     assert not report.overwriting and torch.equal(batch.args[0], inputs(1)[0].args[0])
 

@@ -122,7 +122,7 @@ def test_every_step_is_judged_by_the_logits():
 def test_a_network_of_a_factory_has_the_perplexity_of_its_own_loss(tmp_path):
     (tmp_path / "mine.py").write_text(FACTORY.format(config=GPT2), encoding="utf-8")
     network = normscope.load(f"py:{tmp_path}/mine.py:network", device="cpu")
-    modules = normscope.replacements(network, "dyt", normscope.capture(network), layers="final")
+    modules = normscope.replacements(network, "dyt", normscope.capture(network), layers="final", init="paper")
     report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
     assert report.all.kl is not None and report.all.answers == 16 * 12
     ids = torch.cat([batch.kwargs["input_ids"] for batch in network.inputs])
@@ -134,7 +134,7 @@ def test_a_network_of_a_factory_has_the_perplexity_of_its_own_loss(tmp_path):
 
 def test_a_language_model_of_ones_own_takes_its_tokens_by_place():
     model, batches = gpt2(), tokens()
-    modules = replacements(model, "dyt", normscope.capture(model, batches), layers="final")
+    modules = replacements(model, "dyt", normscope.capture(model, batches), layers="final", init="paper")
     report = normscope.drift(model, batches, modules, one_at_a_time=False, cumulative=False)
     with torch.no_grad():
         loss = float(model(torch.cat(batches), labels=torch.cat(batches)).loss)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from networks import network_of
 from scipy import stats
 from sklearn.metrics import accuracy_score
 from torch import nn
@@ -146,9 +147,8 @@ def test_spearman_is_scipys_on_embeddings_by_hand(pooling):
     assert found.n == 5 and found.over.startswith("5 pairs of sentences, ")
 
 
-class Pooled(nn.Module):
-    def forward(self, input_ids, attention_mask):
-        return input_ids[:, :4].float()
+def pooled():
+    return network_of(lambda self, input_ids, attention_mask: input_ids[:, :4].float())
 
 
 @pytest.mark.parametrize(
@@ -163,21 +163,20 @@ class Pooled(nn.Module):
 )  # fmt: skip
 def test_the_reason_is_reported_where_nothing_can_be_measured(task, batch, reason):
     network = (
-        nn.Identity() if isinstance(batch, torch.Tensor) else Pooled() if "vector" in reason else bert("BertModel")
+        nn.Identity() if isinstance(batch, torch.Tensor) else pooled() if "vector" in reason else bert("BertModel")
     )
     meter = measured(task, network, [batch], Outputs("tensor" if task.measure == "spearman" else "tokens"))
     assert meter.quality is None and reason in meter.no_quality
 
 
-class Spoilt(nn.Module):
-    def forward(self, x):
-        return torch.full_like(x, math.nan)
+def spoilt():
+    return network_of(lambda self, x: torch.full_like(x, math.nan))
 
 
 def test_a_perplexity_that_is_not_finite_is_infinite_and_none_in_json():
     _, batch = texts([7, 9])
     how = {"outputs": Outputs("tokens"), "quality": Task("perplexity")}
-    report = drift(gpt2(), [batch], {"transformer.ln_f": Spoilt()}, **how)
+    report = drift(gpt2(), [batch], {"transformer.ln_f": spoilt()}, **how)
     assert report.quality.scores["swapped"].value == math.inf
     assert report.as_dict()["quality"]["scores"]["swapped"]["value"] is None
 
@@ -262,7 +261,7 @@ def test_batches_are_halved_where_memory_ends():
 
 
 def test_answers_that_are_not_finite_are_wrong():
-    report = drift(loaded(Block()), None, {"norm": Spoilt()})
+    report = drift(loaded(Block()), None, {"norm": spoilt()})
     assert report.quality.scores["swapped"].value == 0 < report.quality.scores["original"].value
 
 

@@ -36,6 +36,16 @@ def plain():
     return captured()
 
 
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen, "tanh,isru,free,best")
+
+
+@pytest.fixture(scope="module")
+def tanh(fits):
+    return [fit for fit in fits if fit.curve == "tanh"]
+
+
 def numbers(start):
     return float(start.amplitude), float(start.alpha), None if start.shift is None else float(start.shift)
 
@@ -57,8 +67,7 @@ def test_derf_has_a_shift_also_where_none_was_fitted(seen):
         assert [(start.curve.name, float(start.shift)) for start in found] == [("derf", 0.0)] * 2
 
 
-def test_start_values_are_the_parameters_of_the_fits(seen):
-    fits = normscope.fit(seen, "tanh,isru,free,best")
+def test_start_values_are_the_parameters_of_the_fits(fits):
     for name in ("tanh", "isru"):
         found = starts(name, fits)
         expected = [fit for fit in fits if fit.curve == name]
@@ -88,8 +97,8 @@ def test_theory_is_the_norms_own_slope_and_bound(plain):
         assert (alpha, shift) == (fit.alpha, None)
 
 
-def test_paper_needs_no_fit(seen):
-    for given in (seen, seen.sites, normscope.fit(seen, "isru")):
+def test_paper_needs_no_fit(seen, fits):
+    for given in (seen, seen.sites, [fit for fit in fits if fit.curve == "isru"]):
         assert [numbers(start) for start in starts("dyt", given, "paper")] == [(1, 0.5, None)] * 2
         assert [numbers(start) for start in starts("derf", given, "paper")] == [(1, 0.5, 0)] * 2
         assert [start.curve for start in starts("rmsnorm", given)] == [None, None]
@@ -123,9 +132,8 @@ def test_fits_of_channels(seen):
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_site_without_a_fit_can_be_left_out(seen):
-    fits = normscope.fit(seen, "tanh")
-    fits[0] = replace(fits[0], nothing="all pairs alike")
+def test_a_site_without_a_fit_can_be_left_out(tanh):
+    fits = [replace(tanh[0], nothing="all pairs alike"), tanh[1]]
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).eval()
     with pytest.raises(UsageError, match=r"Nothing could be fitted at 0 \(all pairs alike\); exclude it with layers"):
         replacements(model, "tanh", fits)
@@ -143,17 +151,16 @@ NO_STARTS = [
     (lambda seen, fits: starts("tanh", [*fits, replace(fits[0], form="A")]), "2 fits of tanh at 0; a swap takes one"),
     (lambda seen, fits: starts("rmsnorm", []), "There is no norm site to swap"),
     (
-        lambda seen, fits: starts("tanh", normscope.fit(seen, "tanh", pool="all")),
+        lambda seen, fits: starts("tanh", normscope.fit(seen, "tanh", pool="all"), "paper"),
         "pools several sites; a swap takes one",
     ),
-    (lambda seen, fits: starts("tanh", normscope.fit(seen, "tanh", pool="all"), "paper"), "pools several sites"),
 ]
 
 
 @pytest.mark.parametrize(("call", "fragment"), NO_STARTS)
-def test_refusals(seen, call, fragment):
+def test_refusals(seen, tanh, call, fragment):
     with pytest.raises(UsageError, match=fragment):
-        call(seen, normscope.fit(seen, "tanh"))
+        call(seen, tanh)
 
 
 def test_softcap_keeps_its_slope_of_one_and_has_no_shift(seen):

@@ -59,25 +59,6 @@ def test_most_of_the_drift_of_a_vit_is_removed_on_held_out_inputs(vit):
     assert found["neighbours"] < 0.45 < found["norms"] < 0.9
 
 
-def test_the_original_is_unchanged_and_refit_norms_leaves_layers_unchanged(vit):
-    network, learn, _, _ = vit
-    original, swapped = values_of(network.module), swapped_vit(vit)
-    report = calibrate(network, swapped, learn[:3], refit="norms")
-    assert report.n_learned + report.n_judged == 3 * 16
-    assert same(values_of(network.module), original)
-    assert all(torch.equal(value, original[name]) for name, value in values_of(swapped).items() if "norm" not in name)
-
-
-def test_one_site_refits_the_layers_beside_it(vit):
-    network, learn, _, _ = vit
-    swapped = swapped_vit(vit, layers="final")
-    before = values_of(swapped)
-    report = calibrate(network, swapped, learn[:4])
-    changed = {name for name, value in values_of(swapped).items() if not torch.equal(value, before[name])}
-    assert {one.path for one in report.modules} == {"norm", "head"}
-    assert changed <= {"norm.alpha", "norm.shift", "norm.weight", "norm.bias", "head.weight", "head.bias"}
-
-
 def test_padding_changes_no_weight():
     torch.manual_seed(0)
     original = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).requires_grad_(False)
@@ -142,20 +123,30 @@ def texts(number, seed):
     ]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def decoder(request):
-    """A trained decoder, and its capture."""
+def trained_decoder(embeddings):
     torch.manual_seed(0)
-    model = TinyForCausalLM(tied=request.param)
+    model = TinyForCausalLM(tied=embeddings == "tied")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(60):  # each token is followed by the next one, of those that occur
+    for _ in range(40):  # each token is followed by the next one, of those that occur
         ids = torch.randint(USED, (16, 6))
         loss = F.cross_entropy(model(ids).flatten(0, 1), ((ids + 1) % USED).flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.eval().requires_grad_(False)
-    return model, normscope.capture(model, texts(8, 1), by_gamma=True)
+    seen = normscope.capture(model, texts(8, 1), by_gamma=True)
+    return model, normscope.fit(seen, "tanh", shift=True, weights_by="gamma")
+
+
+@pytest.fixture(scope="module")
+def decoders(made_on_demand):
+    """Trained decoders with tied and untied embeddings, and fits of their norms."""
+    return made_on_demand(trained_decoder)
+
+
+@pytest.fixture
+def decoder(decoders):
+    return decoders["untied"]
 
 
 @torch.no_grad()
@@ -174,9 +165,10 @@ def swapped_of(decoder):
     return swapped
 
 
-def test_a_head_that_shares_the_word_embeddings_is_unchanged(decoder):
-    original, _ = decoder
-    swapped, tied = swapped_of(decoder), original.head.weight is original.words.weight
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_a_head_that_shares_the_word_embeddings_is_unchanged(decoders, embeddings):
+    original, _ = decoders[embeddings]
+    swapped, tied = swapped_of(decoders[embeddings]), embeddings == "tied"
     again = copy.deepcopy(swapped)
     report = normscope.calibrate(original, swapped, texts(8, 1))
     normscope.calibrate(original, again, texts(8, 1))
@@ -221,6 +213,28 @@ def swappable():
     x = [torch.randn(16, 5, 8, generator=torch.Generator().manual_seed(n)) for n in range(4)]
     model = PreNorm(2)
     return model, x, normscope.capture(model, x)
+
+
+def test_the_original_is_unchanged_and_refit_norms_leaves_layers_unchanged(swappable):
+    model, x, seen = swappable
+    original, swapped = values_of(model), copy.deepcopy(model)
+    normscope.swap(swapped, "dyt", seen)
+    report = calibrate(model, swapped, x, refit="norms")
+    assert report.n_learned + report.n_judged == 4 * 16
+    assert same(values_of(model), original)
+    assert all(torch.equal(value, original[name]) for name, value in values_of(swapped).items() if "norm" not in name)
+
+
+def test_one_site_refits_the_layers_beside_it(swappable):
+    model, x, seen = swappable
+    swapped = copy.deepcopy(model)
+    normscope.swap(swapped, "dyt", seen, layers=["norms.1"])
+    before = values_of(swapped)
+    report = calibrate(model, swapped, x)
+    after = values_of(swapped)
+    changed = {name.rpartition(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {one.path for one in report.modules} == {"norms.1", "layers.1", "head"}
+    assert "layers.1" in changed <= {"norms.1", "layers.1", "head"}
 
 
 def test_the_end_of_a_context_restores_refitted_layers_exactly(swappable):

@@ -284,7 +284,8 @@ def test_samples_whose_numbers_have_gaps_are_chosen_like_others():
     """One of four digits is held out; a sample of a trajectory has its timestep in its number."""
     loaded = normscope.load("demo_dit", limit=4, timesteps="500,0", device="cpu")
     _, held_out = learned_and_held_out(loaded.inputs)
-    modules = normscope.replacements(loaded, "dyt", normscope.capture(loaded.module, held_out), layers="0,1")
+    seen = normscope.capture(loaded.module, held_out, layers="0,1")
+    modules = normscope.replacements(loaded, "dyt", seen)
     report = drift(loaded, held_out, modules, cumulative=False)
     assert [row.inputs for row in report.by_site] == [report.all.inputs] * 2 == [held_out.n_samples] * 2
 
@@ -442,8 +443,8 @@ def test_functions_alone_leave_the_layers(measured):
 
 def test_a_loaded_model_learns_from_its_calibration():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
-    seen = normscope.capture(loaded, loaded.calibration, by_gamma=True)
-    modules = normscope.replacements(loaded, "dyt", seen, layers="5,final")
+    seen = normscope.capture(loaded, loaded.calibration, by_gamma=True, layers="5,final")
+    modules = normscope.replacements(loaded, "dyt", seen)
     reports = [
         normscope.drift(loaded, replacements=modules, init=init, cumulative=False, most=None)
         for init in ("fit", "calibrated")
@@ -458,8 +459,7 @@ def test_a_loaded_model_learns_from_its_calibration():
 def test_without_calibration_a_fourth_of_the_sources_is_measured_on():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
     alone = replace(loaded, calibration=None)
-    seen = normscope.capture(alone, by_gamma=True)
-    modules = normscope.replacements(alone, "dyt", seen, layers="final")
+    modules = normscope.replacements(alone, "dyt", normscope.capture(alone, by_gamma=True, layers="final"))
     report = normscope.drift(alone, replacements=modules, init="calibrated", one_at_a_time=False, cumulative=False)
     assert report.all.inputs == 8 and report.calibration.n_learned + report.calibration.n_judged == 24
     assert "8 of 32 samples held out" in report.about["data"]

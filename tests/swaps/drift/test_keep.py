@@ -89,7 +89,7 @@ def test_as_few_norms_as_the_drift_allows(chain, share):
     assert (report.kept, len(report.steps)) == (whole.kept[:fewest], fewest + 1)
 
 
-@pytest.mark.parametrize("needed", range(8))
+@pytest.mark.parametrize("needed", [0, 1, 4, 7])
 def test_what_works_on_the_rest_decides_where_it_is_given(needed):
     """Halving finds the fewest for which it is enough, whatever that number is, in few trials."""
     torch.manual_seed(0)

@@ -110,8 +110,7 @@ def test_fake_tensors_have_the_strides_of_real_ones(name):
 
 
 @each_curve
-@pytest.mark.parametrize("name", ["NCHW", "sliced"])
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(("name", "each"), [("NCHW", True), ("sliced", False)])
 def test_gradients_are_those_of_autograd(curve, name, each):
     make, behind = LAYOUTS[name]
     x, given = make(values).requires_grad_(), parameters(torch.float64, each=each)
@@ -138,20 +137,10 @@ def test_gradients_of_parameters_are_in_their_dtypes_and_in_plain_torch_summed_i
     assert [gradient.dtype for gradient in gradients] == [gradient.dtype for gradient in fake]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap():
-    x, given = values(3, 4, C), parameters(torch.float64, needed=False)
-    result = torch.func.vmap(lambda x: operators.pointwise(x, *given, "erf", 0))(x)
-    torch.testing.assert_close(result, plain(x, *given, "erf", 0), rtol=1e-13, atol=1e-14)
-
-
 WRONG = {  # x's shape, those of α, s, weight and bias, and the axes behind
     "more channels": ((4, C), [(1,), None, (C + 1,), None], 0),
-    "one channel": ((4, 1), [(1,), None, (C,), None], 0),
     "α alone": ((4, C), [(C + 1,), None, (C,), (C,)], 0),
     "s of two axes": ((4, C), [(1,), (4, C), (C,), (C,)], 0),
-    "bias alone": ((4, C), [(1,), None, (1,), (2 * C,)], 0),
-    "another axis": ((C, 4), [(1,), None, (C,), None], 0),
     "too few axes": ((C,), [(1,), None, (C,), None], 1),
     "as many numbers": ((2, 3), [(1,), None, (C,), None], 0),
 }
@@ -197,13 +186,20 @@ def batched(function, x):
     return torch.autograd.grad(function(x), x, values(2, *x.shape, seed=5), is_grads_batched=True)[0]
 
 
+def output_by_vmap(function, x):
+    return torch.func.vmap(function)(x)
+
+
 def by_vmap(function, x):
     y = function(x)
     return torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(values(2, *x.shape, seed=5))
 
 
+DERIVATIVES = [second, tangents_of_gradients, batched, by_vmap, output_by_vmap]
+
+
 @each_curve
-@pytest.mark.parametrize("derivative", [second, tangents_of_gradients, batched, by_vmap], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("derivative", DERIVATIVES, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_further_derivatives_are_those_of_plain_torch(curve, derivative):
     x, given = values(3, C).requires_grad_(), parameters(torch.float64)
@@ -224,13 +220,11 @@ def network(curve="erf", inner=64, kind=PointwiseFunction):
     return nn.Sequential(nn.Linear(inner // 2, inner), norm, nn.GELU(), nn.Linear(inner, 48))
 
 
-def check(called, net, x, allowed, dtype=None):
+def check(called, net, x, allowed):
     """Compare output and gradients with plain torch in float64: at most ``allowed`` of the largest number of each."""
     leaf = x.detach().requires_grad_()
-    with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
-        y = called(leaf)
-    results = [y, *torch.autograd.grad(y.float().square().sum(), (leaf, *net.parameters()))]
-    results = [result.detach().clone() for result in results]
+    y = called(leaf)
+    results = [y.detach(), *torch.autograd.grad(y.square().sum(), (leaf, *net.parameters()))]
     with plain_torch():
         exact, leaf = copy.deepcopy(net).double(), x.detach().double().requires_grad_()
         y = exact(leaf)
@@ -239,14 +233,13 @@ def check(called, net, x, allowed, dtype=None):
         assert (result.double() - truth).abs().max() <= allowed * truth.abs().max()
 
 
-@each_curve
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("curve", "dynamic"), [("tanh", True), ("isru", True), ("erf", True), ("erf", False)])
 def test_a_network_compiles_into_one_graph(curve, dynamic):
     torch._dynamo.reset()
     net = network(curve, C, ByOperator)
     backend = "inductor" if ON_GPU else "aot_eager"
     compiled = torch.compile(net, fullgraph=True, backend=backend, dynamic=dynamic)
-    for rows in (3, 8, 5) if dynamic else (3,):
+    for rows in (3, 8) if dynamic else (3,):
         check(compiled, net, singles(rows, C // 2), 1e-5)  # float32 sums of some tens of terms of order 1
 
 

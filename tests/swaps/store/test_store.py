@@ -11,7 +11,7 @@ from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
 
-from normscope import PointwiseFunction, Swap, capture, curve_of, save_swapped, swap
+from normscope import Batch, PointwiseFunction, Swap, capture, curve_of, find_norms, save_swapped, swap
 from normscope.errors import ModelError, NormscopeError, UsageError
 from normscope.swaps.kernels.choice import plain_torch
 from normscope.swaps.replace import replacements
@@ -64,9 +64,11 @@ def trained(make, seed=0):
 
 
 def put_in(model, x, curve, per="site"):
-    seen = capture(model, [x], by_gamma=per == "site", per_channel=per == "channel")
-    fits = fitted(seen, asked_for(curve), per=per) if curve != "rmsnorm" else seen.sites
-    Swap(model, replacements(model, curve, fits))
+    if per == "site" and curve not in ("free", "best"):
+        Swap(model, replacements(model, curve, find_norms(model, Batch((x,))).sites, init="paper"))
+        return model
+    seen = capture(model, [x], per_channel=per == "channel")
+    Swap(model, replacements(model, curve, fitted(seen, asked_for(curve), per=per)))
     return model
 
 
@@ -119,8 +121,8 @@ def test_restored_and_standalone_networks_are_equal_to_the_bit(make, curve, per,
 
 def test_the_record_of_a_folder(tmp_path):
     model = trained(Mixed)
-    seen = capture(model, [data(Mixed)])
-    swap(model, "derf", seen, layers=["stem.1", "activated"])
+    seen = find_norms(model, Batch((data(Mixed),))).sites
+    swap(model, "derf", seen, layers=["stem.1", "activated"], init="paper")
     about = {"model": "mine", "weights": "seed 0", "data": "noise"}
     save_swapped(model, tmp_path / "swap", about, func="derf", init="fit", healed=20)
     record = read_record(tmp_path / "swap")
@@ -274,7 +276,7 @@ def test_swapped_sites_are_captured_like_the_remaining_norms(folder):
     seen = capture(model, [data(tokens)], verify=True)
     assert [(site.name, site.pointwise.curve) for site in seen.sites] == [("1", "tanh"), ("3", "tanh")]
     partly = trained(tokens)
-    swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,")
+    swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,", init="paper")
     seen = capture(partly, [data(tokens)], verify=True)
     assert [(site.name, site.pointwise is None) for site in seen.sites] == [("1", False), ("3", True)]
     assert not seen.skipped

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from networks import State
+from networks import State, network_of
 from torch import nn
 
 import normscope.tools.bench.bench as module
@@ -20,26 +20,17 @@ from normscope.tools.bench.reports import FASTER, INCONCLUSIVE, NATIVE, NOT_RUN,
 FORWARD, BOTH = "forward", "forward + backward"
 
 
-class Net(nn.Module):
+@pytest.fixture
+def net():
     """Three norms of one shape, one of another, and a GroupNorm, in whose place no RMSNorm can be."""
-
-    def __init__(self):
-        super().__init__()
-        self.group = nn.GroupNorm(2, 6)
-        self.grow = nn.Linear(6, 16)
-        self.first, self.second, self.third = (nn.LayerNorm(16) for _ in range(3))
-        self.shrink = nn.Linear(16, 5)
-        self.last = nn.LayerNorm(5)
 
     def forward(self, x):
         x = self.grow(self.group(x.mT).mT)
         return self.last(self.shrink(self.third(self.second(self.first(x)))))
 
-
-@pytest.fixture
-def net():
     torch.manual_seed(0)
-    return Net()
+    parts = {"group": nn.GroupNorm(2, 6), "grow": nn.Linear(6, 16), "shrink": nn.Linear(16, 5), "last": nn.LayerNorm(5)}
+    return network_of(forward, **parts, **{name: nn.LayerNorm(16) for name in ("first", "second", "third")})
 
 
 @pytest.fixture
@@ -164,11 +155,10 @@ def test_candidates_take_turns_in_the_network(net, batch, uncompiled, one_call):
 
 
 def test_a_network_that_does_not_compile_is_a_row_with_the_reason(net, batch, monkeypatch, one_call):
-    class Broken(nn.Module):
-        def forward(self, *args):
-            raise RuntimeError("the back end is missing\nand more")
+    def broken(self, *args):
+        raise RuntimeError("the back end is missing\nand more")
 
-    monkeypatch.setattr(torch, "compile", lambda module, **options: Broken())
+    monkeypatch.setattr(torch, "compile", lambda module, **options: network_of(broken))
     rows = [timing for timing in bench(net, batch, ["dyt"], full=True).rows if timing.way == "compile"]
     assert {timing.scope for timing in rows} == {"norm", "model"}
     assert all((timing.verdict, timing.median) == (NOT_RUN, None) for timing in rows)

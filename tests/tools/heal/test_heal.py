@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import State, numbered_batches, same, values_of
 from safetensors.torch import load_file
@@ -266,7 +266,7 @@ def whole(untrained):
     return normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24), values_of(swapped)
 
 
-@pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 1), ("train", 15), (None, None)])
+@pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 15), (None, None)])
 def test_healing_resumes_identically_to_the_bit(networks, whole, tmp_path, stage, at):
     original, other = networks
     (report, values), path = whole, tmp_path / "at.safetensors"
@@ -317,7 +317,7 @@ class _Clock:
         return slowly
 
 
-@pytest.mark.parametrize("later", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("later", [0.5, 8.0])
 def test_the_budget_holds_on_a_machine_of_changing_speed(networks, monkeypatch, later):
     clock = _Clock(monkeypatch, 100, lambda step: 2.0 if step < 30 else later, 5)
     began = clock.now
@@ -366,7 +366,7 @@ def test_only_trained_parameters_change(networks, train):
     swapped.extra = nn.Embedding(3, 2)
     original.extra = copy.deepcopy(swapped.extra)
     before = values_of(swapped)
-    report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, train=train, steps=60)
+    report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, train=train, steps=24)
     changed = {
         name.rpartition(".")[0] for name, value in values_of(swapped).items() if not torch.equal(value, before[name])
     }
@@ -379,7 +379,7 @@ def test_an_rms_norm_is_trained_alone(networks):
     original, swapped = networks
     for site in SITES:
         swapped.set_submodule(site, RMSNorm(16, elementwise_affine=True))
-    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=60)
+    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24)
     assert list(report.drifts) == ["start", "trained"] and report.closed > 0
 
 
@@ -394,7 +394,7 @@ def test_an_rms_norm_is_trained_alone(networks):
 def test_a_checkpoint_of_another_healing_is_refused(networks, tmp_path, changed, named):
     original, swapped = networks
     other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"
-    asked = {"learn": LEARN, "held_out": HELD_OUT, "steps": 12, "checkpoint": path}
+    asked = {"learn": LEARN, "held_out": HELD_OUT, "steps": 12, "checkpoint": path, "calibrated": False}
     normscope.heal(original, swapped, **asked)
     start = values_of(other)
     with pytest.raises(UsageError, match=named):
@@ -408,14 +408,15 @@ def test_a_checkpoint_of_another_healing_is_refused(networks, tmp_path, changed,
 @pytest.mark.parametrize("damage", ["bytes", "course"])
 def test_a_damaged_checkpoint_is_refused(networks, tmp_path, damage):
     path = tmp_path / "at.safetensors"
+    options = {"steps": 6, "checkpoint": path, "calibrated": False}
     if damage == "bytes":
         path.write_bytes(b"nothing")
     else:
-        normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
+        normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, **options)
         header, tensors = read_checked(path, "normscope-healing", 6)
         write_checked(path, {**header, "course": {"strange": 1}}, tensors)
     with pytest.raises(DataError, match="remove it"):
-        normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)
+        normscope.heal(*networks, LEARN, HELD_OUT, **options)
 
 
 def test_flags_modes_and_random_states_are_restored(networks):
@@ -484,6 +485,7 @@ def functions(draw):
     return function
 
 
+@settings(max_examples=30)
 @given(functions())
 def test_trained_parameters_are_the_same_function_up_to_rounding(function):
     x = torch.linspace(-4, 4, 30, dtype=torch.float64).reshape(10, 3)
@@ -494,6 +496,7 @@ def test_trained_parameters_are_the_same_function_up_to_rounding(function):
     torch.testing.assert_close(function(x).detach(), before, rtol=1e-12, atol=1e-12)  # float64
 
 
+@settings(max_examples=30)
 @given(functions(), st.lists(st.floats(-1, 1), min_size=4, max_size=4))
 def test_gradients_are_those_of_the_function_written_out(function, by):
     x = torch.linspace(-4, 4, 30, dtype=torch.float64).reshape(10, 3)

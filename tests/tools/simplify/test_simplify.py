@@ -79,7 +79,7 @@ def words(network):
 
 
 def gpt2():
-    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=4, n_head=4, n_positions=16, bos_token_id=0)
+    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=16, bos_token_id=0)
     config.eos_token_id = 0
     return words(transformers.GPT2LMHeadModel(config))
 
@@ -123,7 +123,7 @@ def experts(name, **options):
 
 def dit():
     network = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=2, num_layers=2, sample_size=8, num_embeds_ada_norm=5
+        num_attention_heads=2, attention_head_dim=16, in_channels=2, num_layers=1, sample_size=8, num_embeds_ada_norm=5
     )
     return network, batch_of(values(2, 2, 8, 8), timestep=torch.tensor([3, 40]), class_labels=torch.tensor([1, 4]))
 
@@ -170,13 +170,12 @@ PLACEMENTS = [
     ("parallel", lambda: vit(block_fn=timm.models.vision_transformer.ParallelScalingBlock), 3, 3, 3),
     ("sandwich", lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock), 5, 4, 1),
     ("pre and packed", encoder, 5, 5, 5),
-    ("pre and tied", gpt2, 9, 9, 9),
     ("parallel and Conv1D", gptj, 3, 3, 3),
     ("post", bert, 5, 1, 0),
     ("encoder and decoder", mbart, 9, 2, 6),
     ("shared", albert, 3, 1, 1),
     ("RMSNorm", llama, 5, 0, 5),
-    ("adaLN", dit, 5, 1, 0),
+    ("adaLN", dit, 3, 1, 0),
     ("convolutions", lambda: wav2vec2(pre_norm=True), 8, 2, 6),
     ("post and a GroupNorm", lambda: wav2vec2(pre_norm=False), 7, 0, 2),
     ("depthwise", convnext, 9, 1, 8),
@@ -196,7 +195,6 @@ def test_the_output_of_libraries_stays_in_float64(placement, make, norms, exact,
 # The same of networks that cast to float32 inside, or to whose experts some tokens go; they are in float32.
 CASTS = [
     ("DINOv2", lambda: vision("Dinov2"), 5, 5, 4),
-    ("rotary tables", llama, 5, 0, 5),
     ("norms in float32", lambda: (PreNormInFloat32(), batch_of(values(2, 5, 4).float())), 2, 2, 2),
     ("Mixtral", lambda: experts("Mixtral", num_local_experts=4), 5, 0, 3),
 ]
@@ -225,13 +223,13 @@ def test_casts_to_float32_change_rounding_alone(kind, make, norms, exact, folded
     ("name", "norms", "exact", "folded"),
     [
         ("demo_vit", 17, 17, 17),
-        ("demo_dit", 17, 1, 0),
+        pytest.param("demo_dit", 17, 1, 0, marks=pytest.mark.slow),
         pytest.param("demo_wav2vec2", 26, 7, 18, marks=pytest.mark.slow),  # one is called as a function
         pytest.param("minilm", 13, 1, 0, marks=[pytest.mark.slow, WITH_MINILM]),
     ],
 )
 def test_trained_networks_change_by_rounding_alone(name, norms, exact, folded):
-    network = normscope.load(name, limit=8, device="cpu")
+    network = normscope.load(name, limit=2, device="cpu")
     batch = network.inputs.first_sample()
     expected = output_of(network.module, batch)
     report = normscope.simplify(network)
@@ -249,13 +247,14 @@ def test_rewritten_norms_have_the_parameters_that_could_not_be_folded():
     assert network.lm_head.weight is network.transformer.wte.weight
     embeddings, head = (network.transformer.wte.weight.detach().clone() for _ in range(2))
     report = checked(network, batch)
+    assert (len(report.norms), len(report.exact), len(report.folded)) == (5, 5, 5)
     torch.testing.assert_close(network.transformer.ln_f.weight, torch.ones(32).double())
     torch.testing.assert_close(network.transformer.ln_f.bias, offset / gain)
     assert network.transformer.h[0].ln_1.weight is None and network.transformer.h[0].ln_1.bias is None
     torch.testing.assert_close(network.transformer.wte.weight, embeddings - embeddings.mean(1, keepdim=True))
     torch.testing.assert_close(network.lm_head.weight, head * gain)
     assert report.untied == ("lm_head",) and not network.config.tie_word_embeddings
-    assert report.dropout == 13 and not report.training
+    assert report.dropout == 7 and not report.training
 
 
 def one_norm(forward, **parts):
@@ -284,25 +283,21 @@ def test_no_offset_is_folded_into_a_padding_convolution(padding, folded):
     assert norm.exact and norm.folded == folded
 
 
-class WithTable(nn.Module):
+def with_table():
     """A linear layer and a table of positions, which no state dict has, read by a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)
-        self.register_buffer("table", torch.linspace(-2, 3, 40).reshape(5, 8).square(), persistent=False)
-        self.head.register_buffer("table", torch.zeros(1), persistent=False)  # of that name, and not centred
-
-    def forward(self, x):
-        return self.head(self.norm(self.layer(x) + self.table))
+    parts = {"layer": nn.Linear(4, 8), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 3)}
+    network = network_of(lambda self, x: self.head(self.norm(self.layer(x) + self.table)), **parts)
+    network.register_buffer("table", torch.linspace(-2, 3, 40).reshape(5, 8).square(), persistent=False)
+    network.head.register_buffer("table", torch.zeros(1), persistent=False)  # of that name, and not centred
+    return network
 
 
 def test_a_constant_table_is_centred_and_saved(tmp_path):
-    network = randomized(WithTable())
+    network = randomized(with_table())
     [norm] = checked(network, batch_of(values(2, 5, 4))).norms
     assert norm.exact and norm.folded == BOTH
     assert "table" in network.state_dict() and float(network.table.mean(1).abs().max()) < 1e-14
-    assert_loads(network, WithTable, batch_of(values(2, 5, 4)), save_swapped(network, tmp_path / "exact"))
+    assert_loads(network, with_table, batch_of(values(2, 5, 4)), save_swapped(network, tmp_path / "exact"))
 
 
 def assert_loads(network, make, batch, folder):
@@ -318,12 +313,12 @@ def assert_loads(network, make, batch, folder):
 @pytest.mark.parametrize(
     ("make", "func", "description"),
     [
-        (gpt2, EXACT, "exact rmsnorm in place of 9 norms, of not named"),
+        (gpt2, EXACT, "exact rmsnorm in place of 5 norms, of not named"),
         (llama, FOLDED, "folded weights, of not named"),
         (mbart, EXACT, "exact rmsnorm in place of 2 norms, of not named"),  # three embeddings share one weight
     ],
 )
-def test_a_head_of_its_own_is_saved_and_a_tied_one_stays_tied(make, func, description, tmp_path):
+def test_a_head_of_its_own_is_saved(make, func, description, tmp_path):
     network, batch = make()
     report = normscope.simplify(randomized(network), [batch])
     assert report.untied == ("lm_head",)
@@ -331,23 +326,22 @@ def test_a_head_of_its_own_is_saved_and_a_tied_one_stays_tied(make, func, descri
     assert_loads(network, lambda: make()[0], batch, folder)
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
     assert read_record(folder).description.startswith(description)
-    tied, _ = make()
-    normscope.swap(tied, "rmsnorm", normscope.find_norms(tied, batch).sites)
-    again, _ = make()
-    restored(again, save_swapped(tied, tmp_path / "tied"))
-    assert again.lm_head.weight is again.get_input_embeddings().weight
-
-
-def test_a_network_with_its_own_classes_is_loaded_by_its_library(tmp_path):
-    network, batch = llama()
-    normscope.simplify(randomized(network), [batch])
-    folder = save_swapped(network, tmp_path / "folded", func=FOLDED)
+    if func == EXACT:
+        return
+    # A network of its library's own classes, which its library loads.
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert type(again) is transformers.LlamaForCausalLM
     assert torch.equal(output_of(again, batch), output_of(network, batch))
     assert 'LlamaForCausalLM.from_pretrained("FOLDER")' in read_record(folder).example
     with pytest.raises(ModelError, match="Nothing was swapped"):
         save_swapped(network, tmp_path / "swapped")
+
+
+def test_a_tied_head_of_a_swap_is_restored_tied(tmp_path):
+    (tied, batch), (again, _) = gpt2(), gpt2()
+    normscope.swap(tied, "rmsnorm", normscope.find_norms(tied, batch).sites)
+    restored(again, save_swapped(tied, tmp_path / "tied"))
+    assert again.lm_head.weight is again.get_input_embeddings().weight
 
 
 def scaled_twice(self, x):
@@ -415,7 +409,6 @@ TRAPS = [
         "constant_pad_nd of the network",
     ),
     (lambda self, x: self.head(self.norm(self.first(x).tanh())), {}, "tanh of the network writes to its stream", ""),
-    (lambda self, x: self.head(self.norm(torch.fft.fft(self.first(x)).real)), {}, "writes to its stream", ""),
     (lambda self, x: self.head(self.norm(self.first(x) + 1)), {}, "add of the network does not keep the mean", ""),
     (lambda self, x: self.head(self.norm(self.first(x) + x[..., :1])), {}, "add of the network does not keep", ""),
     (lambda self, x: self.head(self.norm(self.first(x) * x.tile(2))), {}, "mul of the network multiplies", ""),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from truth import BY_NUMPY, DEVICE, GPU, HALF_ULP, by_kernels, check, numbers, parameters, truth
+from truth import BY_NUMPY, DEVICE, GPU, HALF_ULP, SLOPES, by_kernels, check, numbers, parameters, truth
 
 from normscope.swaps.kernels import launch
 
@@ -15,31 +15,21 @@ ALL = "alpha shift weight bias"
 HALF = torch.bfloat16
 DTYPES = (torch.float32, HALF, torch.float16)
 NAN, INF = math.nan, math.inf
-SLOPES = {
-    "tanh": lambda u: np.cosh(u) ** -2,
-    "isru": lambda u: np.hypot(u, 1) ** -3,
-    "erf": lambda u: 2 / math.sqrt(math.pi) * np.exp(-(u**2)),
-}
 CURVES = list(BY_NUMPY)
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, of the interpreter
 each_curve = pytest.mark.parametrize("curve", CURVES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 LAYOUTS = {  # x, the sizes of its channel axes, and the number of axes behind them
     "one row": (numbers((1, 12)), (12,), 0),
-    "one axis": (numbers((12,), HALF), (12,), 0),
     "one channel": (numbers((7, 1)), (1,), 0),
     "no axis": (numbers(()), (1,), 0),
-    "an odd number": (numbers((3, 37), HALF), (37,), 0),
     "several tiles": (numbers((3, 267)), (267,), 0),
-    "rows in strides": (numbers((5, 30))[:, 3:20], (17,), 0),
     "not at a multiple of 16 bytes": (numbers((5, 33), HALF)[:, 1:], (32,), 0),
     "every other channel": (numbers((5, 24))[..., ::2], (12,), 0),
     "transposed": (numbers((9, 7)).T, (9,), 0),
     "NCHW": (numbers((2, 6, 3, 5)), (6,), 2),
     "channels last": (numbers((2, 6, 3, 5)).contiguous(memory_format=torch.channels_last), (6,), 2),
-    "NCL": (numbers((2, 7, 11), HALF), (7,), 1),
     "expanded rows": (numbers((1, 16), HALF).expand(6, 16), (16,), 0),
-    "expanded channels": (numbers((6, 1)).expand(6, 16), (16,), 0),
     "rows that overlap": (numbers((20,)).as_strided((5, 8), (3, 1)), (8,), 0),
     "two channel axes": (numbers((3, 4, 6), HALF), (4, 6), 0),
     "permuted": (numbers((2, 4, 3, 5), HALF)[:, :, 1:, 1:].permute(3, 1, 0, 2), (4,), 2),
@@ -59,7 +49,7 @@ def test_every_layout(name):
     check(CURVES[list(LAYOUTS).index(name) % 3], x, parameters(shape, x.dtype, ALL), behind)
 
 
-@pytest.mark.parametrize("name", ["rows in strides", "NCHW", "transposed", "permuted"])
+@pytest.mark.parametrize("name", ["NCHW", "transposed", "permuted"])
 def test_a_gradient_of_other_strides_than_the_input(name):
     x, shape, behind = LAYOUTS[name]
     for dy in (x.new_tensor(0.7).expand(x.shape), numbers(x.shape[::-1], x.dtype, 4).permute(*range(x.ndim)[::-1])):
@@ -110,8 +100,8 @@ def test_every_kind_of_parameter_in_every_pair_of_dtypes(curve, case):
 
 @each_dtype
 def test_programs_that_take_several_tiles(dtype, small_tiles):
-    check("tanh", numbers((70, 12), dtype), parameters((12,), dtype))
-    check("tanh", numbers((2, 4, 26), dtype), parameters((4,), dtype, ALL), behind=1)
+    check("tanh", numbers((21, 12), dtype), parameters((12,), dtype))
+    check("tanh", numbers((2, 4, 7), dtype), parameters((4,), dtype, ALL), behind=1)
 
 
 def test_parameters_with_strides_and_inputs_that_stay_unchanged():
@@ -154,7 +144,7 @@ def test_nan_stays_in_its_channel(curve):
 
 @each_curve
 @each_dtype
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("scale", [1e-4, 300.0])
 def test_the_largest_and_the_smallest_numbers(curve, dtype, scale):
     most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     x = torch.tensor([[most, -most, 1e4, -300.0, least, -least, 0.0, 3e-3]]).to(dtype)

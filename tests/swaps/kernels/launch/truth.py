@@ -12,6 +12,11 @@ GPU = os.environ.get("NORMSCOPE_KERNEL_TESTS") == "cuda"
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 BY_NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(u, 1), "erf": scipy.special.erf}
 BY_TORCH = {"tanh": torch.tanh, "isru": lambda u: u / torch.hypot(u, u.new_ones(())), "erf": torch.special.erf}
+SLOPES = {
+    "tanh": lambda u: np.cosh(u) ** -2,
+    "isru": lambda u: np.hypot(u, 1) ** -3,
+    "erf": lambda u: 2 / np.sqrt(np.pi) * np.exp(-(u**2)),
+}
 HALF_ULP = 2.0**-24  # of float32, in which everything between a load and a store is computed
 SMALLEST = 2.0**-126  # derivatives below may be zero in float32
 CANCELLED = 2.0**-50  # of autograd's derivative in float64, 1 − tanh² and 1/r − u²/r³
