@@ -381,9 +381,7 @@ Compact = Annotated[
 ]
 Xscale = Annotated[
     str,
-    _figure(
-        "--xscale", metavar="SCALE", help="Of x: linear, to where the curve saturates; asinh or symlog, all pairs."
-    ),
+    _figure("--xscale", metavar="SCALE", help="Scale of x: linear; or asinh or symlog, which show all pairs."),
 ]
 ShareAxes = Annotated[
     bool, _figure("--share-axes", help="Give all panels of a figure the same axes and colours, to compare them.")

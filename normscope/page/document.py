@@ -167,9 +167,8 @@ def curve_data(curve: Curve) -> dict[str, Any]:
 
 def style_data(style: Style, curves: Iterable[str]) -> dict[str, Any]:
     """Return a theme of the figures: its colours, and a colour and dashes for every curve."""
-    looks = style.looks(curves) | style.looks_of(list(curves))
     lines = {
         name: {"colour": colour, "dashes": [] if dashes == "-" else [float(length) for length in dashes[1]]}
-        for name, (colour, dashes) in looks.items()
+        for name, (colour, dashes) in style.looks(curves).items()
     }
     return {**{name: getattr(style, name) for name in ("background", "ink", "faint", "channels")}, "curves": lines}

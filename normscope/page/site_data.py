@@ -65,7 +65,7 @@ def site_data(
     }
     if data["nothing"]:
         return data
-    scales = {scale: scales_of([(site, stats)], scale, fits) for scale in (LINEAR, ASINH)}
+    scales = {scale: scales_of([(site, stats)], scale) for scale in (LINEAR, ASINH)}
     axis = scales[ASINH].x  # finer about zero: the one along which sums and curves are sampled
     x = torch.from_numpy(axis.evenly(LINE_POINTS))
     data["drawn"] = {

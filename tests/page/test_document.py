@@ -39,8 +39,9 @@ def test_counterparts_are_those_of_the_comparison(seen, documents):
 def test_looks_are_those_of_the_figures(documents):
     styles = documents[0]["data"]["styles"]
     for name, style in STYLES.items():
-        colour, _ = style.looks_of(["tanh", "isru", "derf", "mine"])["isru"]
-        assert styles[name]["curves"]["isru"]["colour"] == colour
+        for curve, (colour, dashes) in style.looks(["mine"]).items():
+            drawn = [] if dashes == "-" else list(dashes[1])
+            assert styles[name]["curves"][curve] == {"colour": colour, "dashes": drawn}
         colours = {styles[name]["curves"][curve]["colour"] for curve in ("tanh", "isru", "derf", "mine")}
         assert len(colours) == 4
 

@@ -78,14 +78,16 @@ def test_the_density_is_the_figures(sites, seen, scale):
 
 def test_axes_are_the_figures_and_count_the_pairs_beyond():
     x = torch.randn(400, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 400)[:, None]
+    x[0, 3] = -3000
     seen = normscope.capture(nn.LayerNorm(16), [x])
     fits = normscope.fit(seen, "linear,isru,tanh")
     [site] = capture_data(seen, fits, 4000)["sites"]
     linear, asinh = site["drawn"]["axes"]["linear"], site["drawn"]["axes"]["asinh"]
-    scales = scales_of([(seen.sites[0], seen.stats[""])], "linear", fits)
+    scales = scales_of([(seen.sites[0], seen.stats[""])], "linear")
     assert linear["limits"] == scales.x.limits and linear["y"] == scales.y and linear["width"] is None
-    assert 0 < linear["beyond"] == int((x.abs() > linear["limits"][1]).sum())
-    assert asinh["limits"][1] >= x.abs().max() and asinh["beyond"] == 0 and asinh["width"] > 0
+    low, high = linear["limits"]
+    assert 1 == linear["beyond"] == int(((x < low) | (x > high)).sum())
+    assert asinh["limits"][0] <= -3000 and asinh["limits"][1] >= x.max() and asinh["beyond"] == 0 and asinh["width"] > 0
 
 
 def test_the_card_is_the_command_line_s(sites, seen):

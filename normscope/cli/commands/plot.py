@@ -46,7 +46,7 @@ def plot(
     from normscope.show.figures.sheet import heading
 
     check_fit(func)
-    rows = rows_named(color)
+    rows_named(color)  # before anything runs
     check_xscale(xscale)
     names = sources(models, run, by, out)
     if compact:
@@ -63,7 +63,7 @@ def plot(
             out.remark(sink)
         file = None
         if not compact:
-            figure = normscope.plot(capture, fitted, rows=rows, **axes)
+            figure = normscope.plot(capture, fitted, color=color, **axes)
             file = files.save(figure, heading(capture.about), _VIEW, capture, out)
         sites = [site.name for site in capture.sites]
         figures.append({**capture.about, "file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]})

@@ -17,25 +17,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import UsageError, unknown
-from normscope.fits.curve_fit import CurveFit
 from normscope.norms.sites import NormSite
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID
 from normscope.pairs.sums.stats import PairStats
+from normscope.show.figures.text import signed
 
 Array = NDArray[np.float64]
 Limits: TypeAlias = tuple[float, float]
 
 LINEAR, ASINH, SYMLOG = XSCALES = ("linear", "asinh", "symlog")
-MOST_PAIRS = 0.99  # that a linear axis contains at least, wherever the curve saturates
-_SATURATED = 3.0  # |αx|, where tanh is 0.995
+_STRETCHED_FOR = 3e-4  # of the pairs, a linear axis becomes e times as long
+_SPARED = 0.25  # an axis that can be shortened by this factor or less contains every pair
 _LINEAR_SHARE = 0.9  # of the pairs lie on the part of an asinh axis that is nearly linear
 _NARROW = 1.4  # inches
 _LETTER_INCHES = 0.052  # of a tick's label, at six points
 _ENOUGH_TICKS = 2
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _MOST_APART = 1 / 20  # of the axis, that these lie on, and that two joined points lie apart
-_BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
-_MARGIN_X, _MARGIN_Y = 1.06, 1.04
+_BOUND_SHOWN_WITHIN = 1.25  # times the largest y; a bound farther away would flatten the curves, and is written
+_MARGIN = 0.03  # of an axis, at each end
+_NONE = (-1.0,), (1.0,)  # ends of axes without pairs
 _POINTS_AN_INCH = 40  # of the drawn E[y|x]
 
 
@@ -92,32 +93,23 @@ class XAxis:
             width = "linthresh" if self.symlog else "linear_width"
             ax.set_xscale(SYMLOG if self.symlog else ASINH, **{width: self.linear_width})
             ax.xaxis.set_major_locator(FixedLocator(self._ticks(inches)))
-            ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: signed(f"{x:g}")))
             ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlim(self.limits)
 
     def _ticks(self, inches: float) -> list[float]:
         """Zero and powers of ten of both signs, as far as their labels have room; 1, 2 and 5 times them if few have."""
-        end = self.limits[1]
+        end = max(map(abs, self.limits))
         tens, ticks = 10.0 ** (math.floor(math.log10(end)) - np.arange(9)), [0.0]
         for tick in (*tens, *(5 * tens), *(2 * tens)):
             if len(ticks) > _ENOUGH_TICKS and tick not in tens:
                 break
-            places = self.along(np.array([end, tick, *ticks]))
-            apart = np.abs(places[1] - places[2:]) / (2 * places[0]) * inches / _LETTER_INCHES
-            letters = np.array([len(number(-tick)) + len(number(-other)) + 3 for other in ticks]) / 2
+            low, high, place, *places = self.along(np.array([*self.limits, tick, *ticks]))
+            apart = np.abs(place - np.array(places)) / (high - low) * inches / _LETTER_INCHES
+            letters = np.array([len(f"{-tick:g}") + len(f"{-other:g}") + 3 for other in ticks]) / 2
             if tick <= end and (apart > letters).all():
                 ticks.append(float(tick))
-        return [*(-tick for tick in ticks[1:]), *ticks]
-
-
-def number(value: float) -> str:
-    """Write a tick's number, with a true minus sign.
-
-    >>> number(-0.5), number(2e6)
-    ('−0.5', '2e+06')
-    """
-    return f"{value:g}".replace("-", "−")
+        return [*(-tick for tick in ticks[1:]), *ticks]  # matplotlib leaves out those beyond the limits
 
 
 @dataclass(frozen=True)
@@ -137,19 +129,15 @@ class Scales:
     shared: bool = False
 
 
-def scales_of(
-    sites: Sequence[tuple[NormSite, PairStats]], xscale: str, fits: Sequence[CurveFit] = (), *, shared: bool = False
-) -> Scales:
-    """Return the scales of one or several sites, symmetric about zero.
+def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, shared: bool = False) -> Scales:
+    """Return the scales of one or several sites, which end where their pairs do and contain zero.
 
-    A linear axis ends where the fitted curve saturates, at |αx| = 3, but contains 99 % of the pairs; the other axes
-    contain every pair. Limits of y contain every y on the axis, the ends of the fitted curves, and the norm's bound if
-    the pairs come near it.
+    A linear axis leaves out spikes: it becomes e times as long only for 3 pairs in 10,000. The other axes contain every
+    pair. Limits of y contain every y on the axis, and the norm's bound if the pairs come near it.
 
     Args:
         sites: the norms and their sums.
         xscale: ``linear``, ``asinh`` or ``symlog``.
-        fits: of these sites; tanh, or else the first curve that bends, ends a linear axis.
         shared: whether other panels have the same.
 
     Raises:
@@ -157,58 +145,55 @@ def scales_of(
     """
     check_xscale(xscale)
     filled = [(site, stats) for site, stats in sites if stats.n_pairs]
-    of_sites = {name: [fit for fit in fits if fit.site == name] for name in (site.name for site, _ in filled)}
-    linear = xscale == LINEAR
-    end = max((linear_end(stats, of_sites[site.name] if linear else ()) for site, stats in filled), default=1.0)
-    widths = [] if linear else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
-    tops = [_top_of(site, stats, end) for site, stats in filled] or [1 / _MARGIN_Y]
-    ends = torch.tensor([-end, end], dtype=torch.float64)
-    top = max([*tops, *(float(fit(ends).abs().max()) for fit in fits if fit.identified and fit.function.bounded)])
+    lows, highs = zip(*(_limits_of(stats, xscale == LINEAR) for _, stats in filled), strict=True) if filled else _NONE
+    ends = min(lows), max(highs)
+    bottoms, tops = zip(*(_heights_of(site, stats, ends) for site, stats in filled), strict=True) if filled else _NONE
+    widths = [] if xscale == LINEAR else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
     rstd = torch.cat([torch.empty(0), *(sample.rstd for _, stats in sites for sample in (stats.tokens, stats.largest))])
     sigmas = (1 / rstd.double()).tolist()
     return Scales(
-        XAxis((-end, end), min(filter(None, widths), default=None), xscale == SYMLOG),
-        (-_MARGIN_Y * top, _MARGIN_Y * top),
+        XAxis(ends, min(filter(None, widths), default=None), xscale == SYMLOG),
+        (min(bottoms), max(tops)),
         (min(sigmas, default=math.nan), max(sigmas, default=math.nan)),
         shared,
     )
 
 
-def linear_end(stats: PairStats, fits: Sequence[CurveFit]) -> float:
-    """Return the end of a linear axis, as :func:`scales_of` does: an edge of bins, unless it contains every pair."""
-    every = _MARGIN_X * max(float(stats.reach.max()), 1e-30)
-    bent = [fit for fit in fits if fit.identified and fit.function.bounded and fit.alpha]
-    if not bent:
+def _with_margins(low: float, high: float) -> Limits:
+    """Return limits that contain zero and leave a margin; 0 alone needs some length."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    margin = max(_MARGIN * (high - low), 1e-30)
+    return low - margin, high + margin
+
+
+def _limits_of(stats: PairStats, linear: bool) -> Limits:
+    """Return the ends of an axis of x, as :func:`scales_of` does: edges of bins, unless every pair is on it."""
+    every = _with_margins(float(stats.channel_extremes[0].min()), float(stats.channel_extremes[1].max()))
+    n, sum_x = stats.moments.sum(0)[:2].numpy()
+    x = sum_x[n > 0] / n[n > 0]
+    order = np.argsort(np.abs(x))[np.count_nonzero(x == 0) :]
+    if not linear or not len(order):
         return every
-    fit = next((fit for fit in bent if fit.curve == "tanh"), bent[0])
-    end = max(_SATURATED / abs(fit.alpha), reach_of(stats.moments.sum(0), MOST_PAIRS))
+    beyond = (n[n > 0][order][::-1].cumsum()[::-1] - n[n > 0][order]) / n.sum()
+    cost = np.log(np.abs(x[order])) + beyond / _STRETCHED_FOR
+    last = order[np.flatnonzero(cost <= cost.min() + _SPARED)[-1]]
+    inside = x[np.abs(x) <= np.abs(x[last])]
+    low, high = _with_margins(float(inside.min()), float(inside.max()))
     edges = PAIR_GRID.edges().numpy()
-    return min(every, float(edges[np.searchsorted(edges, end)]))
+    low, high = edges[np.searchsorted(edges, low, "right") - 1], edges[np.searchsorted(edges, high)]
+    return max(every[0], float(low)), min(every[1], float(high))
 
 
-def _top_of(site: NormSite, stats: PairStats, end: float) -> float:
-    """Return the end of an axis that contains every y at |x| up to ``end``; the norm's bound if y comes near it."""
-    x_edges = DENSITY_X_GRID.edges()
-    inside = (x_edges[:-1] < end) & (x_edges[1:] > -end)
+def _heights_of(site: NormSite, stats: PairStats, ends: Limits) -> Limits:
+    """Return limits that contain every y between two x, and the norm's bound where y comes near it."""
+    x_edges, edges = DENSITY_X_GRID.edges(), DENSITY_Y_GRID.edges()
+    inside = (x_edges[:-1] < ends[1]) & (x_edges[1:] > ends[0])
     filled = stats.density[inside].sum(0).nonzero().squeeze(1)
-    edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
-    reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
-    return site.bound if 0 < site.bound < _BOUND_SHOWN_WITHIN * reach else reach
-
-
-def share_colours(axes: Sequence[Axes]) -> None:
-    """Give the densities of all these panels one scale of greys."""
-    images = [image for ax in axes for image in ax.images]
-    most = max((float(image.get_clim()[1] or 1) for image in images), default=1.0)
-    for image in images:
-        image.set_clim(vmax=most)
-
-
-def share_heights(axes: Sequence[Axes]) -> None:
-    """Give these panels common limits of y."""
-    limits = [ax.get_ylim() for ax in axes]
-    for ax in axes:
-        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    edges[0], edges[-1] = edges[1], edges[-2]
+    low, high = float(edges[filled.min()]), float(edges[filled.max() + 1])  # a panel contains all of the outer bins
+    low = -site.bound if low < 0 and site.bound < -_BOUND_SHOWN_WITHIN * low else low
+    high = site.bound if high > 0 and site.bound < _BOUND_SHOWN_WITHIN * high else high
+    return _with_margins(low, high)
 
 
 def check_xscale(scale: str) -> None:
@@ -228,7 +213,7 @@ def reach_of(moments: Tensor, share: float) -> float:
 
 
 def pairs_beyond(moments: Tensor, limits: Limits) -> int:
-    """Return the number of pairs beyond the ends of an axis, which are edges of bins."""
+    """Return the number of pairs beyond the ends of an axis, which are edges of bins or beyond all pairs."""
     n, x = moments[:2].numpy()
     mean = x / np.maximum(n, 1)
     return int(n[(mean < limits[0]) | (mean > limits[1])].sum())

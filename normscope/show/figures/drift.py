@@ -112,7 +112,7 @@ def plot_drift(
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     curves = {report.func: curve_name(report.func) for report in reports}
-    looks = theme.looks_of([curve for curve in dict.fromkeys(curves.values()) if curve != "rmsnorm"])
+    looks = theme.looks(curve for curve in curves.values() if curve != "rmsnorm")
     lines = []
     for number, report in enumerate(reports):
         init = INITS.get(report.init, INITS["fit"])

@@ -150,13 +150,13 @@ def _draw_diagonal(
         (drawn.largest_x, drawn.largest.diagonal, style.channels[0]),
     ):
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
-    axis = scales_of([(site, stats)], LINEAR, fits).x
+    axis = scales_of([(site, stats)], LINEAR).x
     axis.set_on(ax, inches)
-    end = axis.limits[1]
-    width = min(2 * end / _GROUPS, float(drawn.x.abs().median()) / _GROUPS_TO_THE_MEDIAN) or end
+    low, high = axis.limits
+    width = min((high - low) / _GROUPS, float(drawn.x.abs().median()) / _GROUPS_TO_THE_MEDIAN) or high
     at, mean = mean_diagonal(site, stats, _LEAST_COUNT, width)
     ax.plot(at, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
-    grid = torch.linspace(-end, end, 601, dtype=torch.float64)
+    grid = torch.linspace(low, high, 601, dtype=torch.float64)
     looks = style.looks(fit.curve for fit in fits)
     for fit in fits:
         colour, dashes = looks[fit.curve]

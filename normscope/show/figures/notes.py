@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 
-import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 
 from normscope.curves.known import CURVES, FREE
+from normscope.errors import count
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.saturation import site_saturation
 from normscope.runtime.files import visible
-from normscope.show.figures.axes import MOST_PAIRS
-from normscope.show.figures.panels import BAND, BAND_ALPHA, RANGE_POINTS, RESIDUAL, Panel, best_of
+from normscope.show.figures.panel_data import extreme_channels
+from normscope.show.figures.panels import BAND, BAND_ALPHA, CURVE_WIDTH, MEAN_WIDTH, RESIDUAL, Panel, best_of
 from normscope.show.figures.sheet import key
-from normscope.show.figures.style import FULL, NO_LABELS, SHORT
-from normscope.show.figures.text import Words, broken, tail, words_inches, write_above
+from normscope.show.figures.style import FULL, NO_LABELS, SHORT, densities
+from normscope.show.figures.text import Words, broken, signed, tail, words_inches, wrapped, write_above
 from normscope.show.tables.sinks import sink_sentence
 
 HEAD_INCHES = 0.13
 _HEAD = FontProperties(size=7)
-_MOST_LISTED = 20
-_RANGE = f"{100 * MOST_PAIRS:.0f} % of the pairs"
+_LEAST_ROOM = 1.2  # inches, for the word "channels"
+# What a line of numbers contains beside R²: the curves' names, and the ceiling; in colours alone it takes least room.
+_FORMS = ((True, True), (True, False), (False, False))
 
 
 def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) -> list[Artist]:
@@ -34,11 +34,8 @@ def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) 
     style = panels[0].style
     handles: list[Artist] = []
     if "density" in rows:
-        grey = matplotlib.colormaps[style.density](0.6)
-        handles.append(
-            Patch(facecolor=grey, label=f"{'pairs of sampled tokens' if sampled else 'all pairs'} (log scale)")
-        )
-        handles.append(key("mean, E[y|x]", style.ink, lw=1.4))
+        pairs = f"{'pairs of sampled tokens' if sampled else 'all pairs'} (log scale)"
+        handles += [Patch(facecolor=densities(style)(0.5), label=pairs), key("mean, E[y|x]", style.ink, lw=MEAN_WIDTH)]
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
     for curve, function in {fit.curve: fit.function for fit in fits}.items():
@@ -50,13 +47,11 @@ def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) 
             label = f"{alias}A·{function.function_name}({argument})"
         else:
             label = f"{curve}: A·f({argument}), f(u) = {function.formula}"
-        handles.append(key(label, *panels[0].looks[curve], lw=1.1))
-    with_y = [row for row in rows if row != RESIDUAL]
-    if with_y:
-        handles.append(key(_RANGE, style.ink, lw=RANGE_POINTS))
-    if with_y and any(panel.site.bound < panel.scales.y[1] for panel in panels):
-        functions = ", of point-wise functions ±1" if any(panel.site.pointwise for panel in panels) else ""
-        handles.append(key(f"bound: ±√(d−1), without centring ±√d{functions}", style.faint, ":"))
+        handles.append(key(label, *panels[0].looks[curve], lw=CURVE_WIDTH))
+    bounded = [panel.site for panel in panels if panel.site.bound < max(map(abs, panel.scales.y))]
+    if bounded and any(row != RESIDUAL for row in rows):
+        bounds = ("±1" if site.pointwise else "±√(d−1)" if site.centred else "±√d" for site in bounded)
+        handles.append(key(f"bound {' or '.join(dict.fromkeys(bounds))}", style.faint, ":"))
     if "channel" in rows:
         handles.append(key("other channels, evenly over x", style.faint, "", marker="o", ms=2.5, mew=0))
     folds = _folds(panels)
@@ -86,53 +81,90 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_LABELS) -> list[str]:
-    """Return sentences below a legend: the meaning of the numbers above panels, and the curves that are not drawn."""
+    """Return sentences below a legend: on the numbers above panels, sinks, and the number of curves not drawn."""
     lines = []
     if labels != NO_LABELS and (with_fits := [panel for panel in panels if panel.fits]):
         folds = _folds([panel for panel in with_fits if panel.fits[0].r2_cv is not None])
-        lines.append(f"Above panels: R²{f' on held-out pairs, folds by {folds}' if folds else ''}")
-        written = str([notes_of(panel, labels) for panel in with_fits])
-        mark = "ceiling:" if "ceiling" in written else "after /: the ceiling," if "'/ " in written else ""
-        lines[0] += f"; {mark} that of the best function of x" if mark else ""
-        lines[0] += "; *: too low, as x repeats there, finer than bins resolve" if "*" in written else ""
+        lines.append(f"R² on {f'held-out pairs, folds by {folds}' if folds else 'all pairs'}")
+        if "ceiling" in str(lines_above(panels, ["density"], labels)):
+            lines[0] += "; ceiling: that of the best function of x"
     if sink := sink_sentence(fits):
         lines.append(sink)
     if others := best_of(fits)[1]:
-        more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
-        lines.append(f"Not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
+        lines.append(f"{count(len(others), 'curve')} of smaller mean R² not drawn")
     return lines
 
 
 def r2_of(fit: CurveFit) -> str:
     """Return R² in three digits, on held-out pairs if there are any."""
-    return f"{fit.r2 if fit.r2_cv is None else fit.r2_cv:.3f}"
+    return signed(f"{fit.r2 if fit.r2_cv is None else fit.r2_cv:.3f}")
 
 
-def notes_of(panel: Panel, labels: str) -> list[Words]:
-    """Return the lines above a panel: R² and ceiling in one line; or all about the site, and a line a curve."""
-    ink, site, fits = panel.style.ink, panel.site, panel.fits
-    module = broken(_module(panel), ink, panel.room)
-    ceiling = fits[0].r2_ceiling if fits else None
-    top = [] if ceiling is None else [f"ceiling {ceiling:.3f}{'*' if fits[0].x_repeats else ''}"]
-    if labels != FULL:
-        return [*module, *fits_in_line(panel, "R²", r2_of, top)] if labels == SHORT else []
+def lines_above(panels: Sequence[Panel], rows: Sequence[str], labels: str) -> list[list[list[Words]]]:
+    """Return the lines above each panel of each row, ``[row][panel]``; above the first row also those of the site."""
+    lines: list[list[list[Words]]] = [[[] for _ in panels] for _ in rows]
+    if labels == FULL:
+        lines[0] = [_everything(panel) for panel in panels]
+    elif labels == SHORT:
+        numbers = _numbers(panels, "R²", r2_of, _ceiling)
+        lines[0] = [[*_module(panel), *line] for panel, line in zip(panels, numbers, strict=True)]
+    of_rows: dict[str, Callable[[], list[list[Words]]]] = {
+        "token": lambda: [[scale_of(panel)] for panel in panels],
+        "channel": lambda: [[_channels(panel)] for panel in panels],
+        RESIDUAL: lambda: _numbers(panels, "RMSE", lambda fit: f"{fit.rmse:.3g}"),
+    }
+    for place, row in enumerate(rows):
+        if row in of_rows:
+            lines[place] = [[*above, *of_row] for above, of_row in zip(lines[place], of_rows[row](), strict=True)]
+    return lines
+
+
+def scale_of(panel: Panel) -> Words:
+    """Return the range of σ among the tokens of a panel."""
+    low, high = panel.scales.sigma
+    return [(f"σ {low:.2g} to {high:.2g}", panel.style.ink)]
+
+
+def _channels(panel: Panel) -> Words:
+    extreme = zip(map(str, extreme_channels(panel.stats)), panel.style.channels, strict=False)
+    words = [("channels" if panel.room > _LEAST_ROOM else "ch.", panel.style.ink), *extreme]
+    while words_inches(words) > panel.room:
+        words.pop()
+    return words
+
+
+def _ceiling(panel: Panel) -> str:
+    """Return the ceiling of a panel in three digits; nothing if it is known to be too low."""
+    for fit in panel.fits[:1]:
+        reached = max(of_curve.r2 if of_curve.r2_cv is None else of_curve.r2_cv for of_curve in panel.fits)
+        if fit.r2_ceiling is not None and not fit.x_repeats and fit.r2_ceiling > reached - 5e-4:
+            return f"ceiling {fit.r2_ceiling:.3f}"
+    return ""
+
+
+def _everything(panel: Panel) -> list[Words]:
+    """Return lines of the site's path and properties, and of all numbers of each fit."""
+    ink, site, room = panel.style.ink, panel.site, panel.room
     facts_of_site = [f"{visible(site.kind)} d={site.d}", *([site.placement] if site.placement else [])]
-    bounds = [f"|y| ≤ {site.bound:.3g}"] if panel.scales.y[1] < site.bound < math.inf else []  # beyond the panel
-    path: Words = [(tail(f"{site.index}  {site.name}", panel.room), ink)]
-    lines = [path, *broken([*facts_of_site, f"{panel.stats.n_pairs:,} pairs", *bounds], ink, panel.room), *module]
-    for fit in fits:
+    beyond = math.isfinite(site.bound) and site.bound > max(map(abs, panel.scales.y))
+    bounds = [f"|y| ≤ {site.bound:.3g}"] if beyond else []
+    path: list[Words] = [[(line, ink)] for line in wrapped(f"{site.index}\u00a0\u00a0{site.name}", room)]
+    facts_of_site += [f"{panel.stats.n_pairs:,} pairs", *bounds]
+    lines = [*path, *broken(facts_of_site, ink, room), *_module(panel)]
+    for fit in panel.fits:
         parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *_result(fit)]
-        lines += broken(parts, panel.style.faint if fit.degenerate else panel.looks[fit.curve][0], panel.room)
-    return [*lines, *broken(top, ink, panel.room)]
+        lines += broken(parts, panel.style.faint if fit.degenerate else panel.looks[fit.curve][0], room)
+    return [*lines, *broken([_ceiling(panel)] if _ceiling(panel) else [], ink, room)]
 
 
-def _module(panel: Panel) -> list[str]:
+def _module(panel: Panel) -> list[Words]:
     """A point-wise function with its own α and s, and the share of pairs that it saturates; nothing for a norm."""
     if (function := site_saturation(panel.site, panel.stats)) is None:
         return []
-    shift = [f"s {function.shift.p50:.3g}"] if function.shift.p50 else []
+    shift = [signed(f"s {function.shift.p50:.3g}")] if function.shift.p50 else []
     share = [] if function.saturated is None else [f"{100 * function.saturated:.2g} % saturated"]
-    return [f"{function.curve}, α {function.alpha.p50:.3g}", *shift, *share]
+    parts = [f"{function.curve}, α {function.alpha.p50:.3g}", *shift, *share]
+    return broken(parts, panel.style.ink, panel.room)
 
 
 def _result(fit: CurveFit) -> list[str]:
@@ -143,31 +175,46 @@ def _result(fit: CurveFit) -> list[str]:
         shape = ["A and α not identified"]
     held_out = [] if fit.r2_cv is None else [f"held out {fit.r2_cv:.3f}"]
     doubt = ["not converged"] if fit.doubt == "not converged" else []
-    return [*([] if fit.curve == FREE else shape), f"R² {fit.r2:.3f}", *held_out, *doubt]
+    numbers = [*([] if fit.curve == FREE else shape), f"R² {fit.r2:.3f}", *held_out]
+    return [*map(signed, numbers), *doubt]
 
 
-def fits_in_line(panel: Panel, lead: str, value: Callable[[CurveFit], str], after: Sequence[str] = ()) -> list[Words]:
-    """Return one line of a number of every fit, in its colour; on a narrow panel with fewer words and no leading zeros.
+def _numbers(
+    panels: Sequence[Panel], lead: str, value: Callable[[CurveFit], str], after: Callable[[Panel], str] = lambda _: ""
+) -> list[list[Words]]:
+    """Return lines of a number of every fit above each panel: in all panels of the same form, the first that fits.
 
-    Reasons for doubt follow, such as ``straight``.
+    Reasons for doubt follow, such as ``straight``. A line that does not fit in any form is broken.
     """
-    ink, fits = panel.style.ink, [fit for fit in panel.fits if not fit.degenerate]
-    if not fits:
-        return [[("nothing to fit", panel.style.faint)]] if panel.fits else []
-    named = [(f"{fit.curve} {value(fit)}", panel.looks[fit.curve][0]) for fit in fits]
-    bare = [(value(fit), panel.looks[fit.curve][0]) for fit in fits]
-    doubts = [(doubt, ink) for doubt in dict.fromkeys(fit.doubt for fit in fits) if doubt]
-    end = [*doubts, *((text, ink) for text in after)]
-    slash = [(text.replace("ceiling", "/"), ink) for text, ink in end]
-    narrow: list[Words] = [[*named, *end], [*bare, *end], [*bare, *slash], [*bare, *doubts], bare]
-    narrow = [[(re.sub(r"\b0\.", ".", text), colour) for text, colour in line] for line in narrow]
-    lines: list[Words] = [[(lead, ink), *named, *end], *narrow]
-    return [next((line for line in lines if words_inches(line) <= panel.room), narrow[-1])]
+    colours = [panel.looks[fit.curve][0] for panel in panels[:1] for fit in panel.fits]
+    forms = _FORMS if len({*colours}) == len(colours) else _FORMS[:2]
+    for named, with_ceiling in forms:
+        lines: list[Words] = []
+        for panel in panels:
+            ink, fits = panel.style.ink, [fit for fit in panel.fits if not fit.degenerate]
+            numbers = [(f"{fit.curve} " * named + value(fit), panel.looks[fit.curve][0]) for fit in fits]
+            words = [*dict.fromkeys(fit.doubt for fit in fits), after(panel) if with_ceiling else ""]
+            nothing = [("nothing to fit", panel.style.faint)] if panel.fits else []
+            lines.append([(lead, ink), *numbers, *((text, ink) for text in words if text)] if fits else nothing)
+        if all(words_inches(line) <= panel.room for panel, line in zip(panels, lines, strict=True)):
+            break
+    return [_broken_line(line, panel.room) for panel, line in zip(panels, lines, strict=True)]
 
 
-def write_heading(ax: Axes, panel: Panel, labels: str, notes: Sequence[Words], least: int) -> None:
-    """Write a site's short name above a panel, and notes below it; neighbours have ``least`` lines or fewer."""
-    pad = write_above(ax, notes, least)
+def _broken_line(words: Words, room: float) -> list[Words]:
+    lines: list[list[tuple[str, str]]] = []
+    for text, colour in words:
+        for word in [text] if words_inches([(text, colour)]) <= room else text.split():
+            if lines and words_inches([*lines[-1], (word, colour)]) <= room:
+                lines[-1].append((word, colour))
+            else:
+                lines.append([(word, colour)])
+    return list(lines)
+
+
+def write_heading(ax: Axes, panel: Panel, labels: str, lines: Sequence[Words]) -> None:
+    """Write a site's short name above a panel, and lines below it."""
+    pad = write_above(ax, lines)
     if labels != NO_LABELS:
         name = tail(panel.name, panel.room, _HEAD)
         ax.set_title(name, parse_math=False, loc="left", y=1, pad=pad, fontproperties=_HEAD)

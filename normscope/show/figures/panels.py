@@ -8,39 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.colors import LogNorm
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from normscope.fits.ceiling import conditional_mean
+from normscope.errors import count
 from normscope.fits.curve_fit import CurveFit
 from normscope.norms.sites import NormSite, short_names
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.stats import PairStats
-from normscope.show.figures.axes import (
-    MOST_PAIRS,
-    Limits,
-    Scales,
-    XAxis,
-    mean_line,
-    number,
-    pairs_beyond,
-    reach_of,
-    scales_of,
-)
+from normscope.show.figures.axes import Scales, mean_line, pairs_beyond, scales_of
 from normscope.show.figures.panel_data import drawn_pairs, drawn_tokens, extreme_channels, image, residuals
-from normscope.show.figures.style import LEAST_POINTS, Look, Style
+from normscope.show.figures.style import LEAST_POINTS, Look, Style, densities, shades
 from normscope.show.figures.text import that_fits
 
 RESIDUAL = "residual"
-RANGE_POINTS = 2.0  # width of the bar of 99 % of the pairs
+CURVE_WIDTH, MEAN_WIDTH = 0.8, 0.8  # thin, over the pairs
 BAND, BAND_ALPHA = 2.0, 0.35  # standard errors on both sides
 _GROUPS, _MARGIN = 120, 1.08  # of residuals across a panel, and above the largest
 _PIXELS = 220
@@ -48,10 +37,6 @@ _TOKEN_POINT = 1.26  # points across
 _LINE_POINTS = 33  # of a token's line, which an axis may bend
 _CURVE_POINTS = 600
 _MOST_DRAWN = 4  # curves at most
-_INSET = (0.06, 0.57, 0.32, 0.43)
-_INSET_FROM = 3.0  # times as wide as the range of 99 % of the pairs is an axis with an inset
-_LEAST_INCHES = 1.5  # of a panel with an inset
-_LONG = 4  # letters of a tick, of which an inset has room for one
 
 
 @dataclass(frozen=True)
@@ -89,21 +74,19 @@ class Panel:
         moments: Tensor = self.stats.moments
         return moments.sum(0)
 
-    @functools.cached_property
-    def centre(self) -> tuple[Limits, Limits] | None:
-        """Limits of x and y that contain nearly all pairs, where a wide panel's linear axis goes far beyond.
-
-        None with shared scales: panels enlarged differently cannot be compared.
-        """
-        if self.scales.x.linear_width is not None or self.scales.shared or self.inches < _LEAST_INCHES:
-            return None
-        reach = reach_of(self.moments, MOST_PAIRS)
-        x, mean, deviation = conditional_mean(self.moments, max(1, self.stats.n_pairs // 100))
-        inside = np.abs(x) <= reach
-        if reach <= 0 or not inside.any() or self.scales.x.limits[1] < _INSET_FROM * reach:
-            return None
-        top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
-        return (-reach, reach), (-top, top)
+    def beyond(self) -> str:
+        """Return the number of pairs beyond the axis in words, of their token or channel if it is one; or nothing."""
+        limits, stats = self.scales.x.limits, self.stats
+        n, (low, high) = pairs_beyond(self.moments, limits), stats.channel_extremes
+        channels = ((low < limits[0]) | (high > limits[1])).nonzero().flatten().tolist()
+        if not n:
+            return ""
+        source = ""
+        if pairs_beyond(stats.first_moments.mT, limits) == n:
+            source = f" of token {int(stats.position_sums[0].nonzero()[0])}"
+        elif len(channels) == 1 and not stats.grouped:
+            source = f" of channel {channels[0]}"
+        return f"{count(n, 'pair')}{source} beyond"
 
 
 def panels_of(
@@ -117,19 +100,18 @@ def panels_of(
 ) -> list[Panel]:
     """Make the panels of some sites of a capture; ``curves`` are drawn, by default the best of these fits."""
     curves = best_of(fits)[0] if curves is None else curves
-    looks, names, panels = style.looks_of(curves), short_names(site.name for site in capture.sites), []
+    looks, names, panels = style.looks(curves), short_names(site.name for site in capture.sites), []
     for site in sites:
         stats = capture.stats[site.name]
         fits_here = [fit for fit in fits if fit.site == site.name and fit.curve in curves]
-        scales = scales_of([(site, stats)], xscale, fits_here)
+        scales = scales_of([(site, stats)], xscale)
         panels.append(Panel(site, names[site.name], stats, fits_here, style, looks, scales, inches))
     return panels
 
 
 def with_shared_scales(panels: Sequence[Panel], xscale: str) -> list[Panel]:
     """Return the panels with the widest scales of any of them."""
-    fits = [fit for panel in panels for fit in panel.fits]
-    shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, fits, shared=True)
+    shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, shared=True)
     return [replace(panel, scales=shared) for panel in panels]
 
 
@@ -143,66 +125,22 @@ def best_of(fits: Sequence[CurveFit]) -> tuple[list[str], list[str]]:
     return [curve for curve in curves if curve in ranked[:_MOST_DRAWN]], ranked[_MOST_DRAWN:]
 
 
-def draw_panel(ax: Axes, panel: Panel, row: str, *, beyond: bool = False, inset: bool = True) -> None:
-    """Draw one row of the panels.
-
-    Args:
-        ax: of the panel.
-        panel: its data.
-        row: name of the row.
-        beyond: write how many pairs lie beyond the axis.
-        inset: enlarge the centre in an inset, where the axis goes far beyond it.
-    """
-    axis = panel.scales.x
+def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
+    """Draw the panel of a site in one row of the figure; over the density stands the number of pairs beyond."""
+    axis, y_limits = panel.scales.x, panel.scales.y
     axis.set_on(ax, panel.inches)
-    _draw_within(ax, panel, row, axis, panel.scales.y)
+    ax.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+    ax.set(xlim=axis.limits, ylim=y_limits)
+    DRAW[row](ax, panel)
     if row == RESIDUAL:
         return
-    if len(middle := _middle(panel.moments)):
-        look: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "solid_capstyle": "butt", "clip_on": False}
-        ax.plot(np.clip(middle, *axis.limits), [0, 0], color=panel.style.ink, lw=RANGE_POINTS, zorder=5, **look)
-    if beyond and (n := pairs_beyond(panel.moments, axis.limits)):
-        words = [f"{n:,} pair{'s' * (n > 1)} beyond", f"{n:,} pair{'s' * (n > 1)}\nbeyond"]
-        look = {"ha": "right", "va": "bottom", "fontsize": LEAST_POINTS, "path_effects": outline(panel.style)}
-        ax.text(0.99, 0.05, that_fits(words, 0.5 * panel.inches, LEAST_POINTS), transform=ax.transAxes, **look)
-    if inset and panel.centre is not None:
-        x_limits, y_limits = panel.centre
-        _draw_within(_inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
-
-
-def _draw_within(ax: Axes, panel: Panel, row: str, axis: XAxis, y_limits: Limits) -> None:
+    draw_curves(ax, panel)
     ax.set(xlim=axis.limits, ylim=y_limits)
-    DRAW[row](ax, panel, axis)
-    if row != RESIDUAL:
-        draw_curves(ax, panel, axis)
-        ax.set(xlim=axis.limits, ylim=y_limits)
-
-
-def _middle(moments: Tensor) -> list[float]:
-    """Return the range of x that contains 99 % of the pairs."""
-    n, x = moments[:2, moments[0] > 0].numpy()
-    if not n.size:
-        return []
-    below = n.cumsum() / n.sum()
-    outside = (1 - MOST_PAIRS) / 2
-    return [float((x / n)[np.searchsorted(below, share)]) for share in (outside, 1 - outside)]
-
-
-def _inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
-    """Make axes for the enlarged centre in the corner that an S leaves empty, away from the panel's axes."""
-    inset: Axes = ax.inset_axes(_INSET)
-    inset.set_in_layout(False)  # its labels reach no farther than the panel's
-    inset.yaxis.tick_right()
-    inset.tick_params(labelsize=LEAST_POINTS, length=1.5, pad=1)
-    for spine in inset.spines.values():
-        spine.set(visible=True, linewidth=0.5, color=panel.style.faint)
-    end = float(f"{0.7 * x_limits[1]:.0e}")
-    inset.xaxis.set_major_locator(FixedLocator([-end, end] if len(number(end)) < _LONG else [end]))
-    inset.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
-    inset.yaxis.set_major_locator(MaxNLocator(2, steps=(1, 2, 5, 10), symmetric=True))
-    for label in (*inset.get_xticklabels(), *inset.get_yticklabels()):
-        label.set_path_effects([*outline(panel.style)])
-    return inset
+    if row == "density" and (text := panel.beyond()):
+        words = (text, text.replace(" of ", "\nof "), text.replace(" of ", "\nof ").replace(" beyond", "\nbeyond"))
+        look: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": LEAST_POINTS}
+        look |= {"transform": ax.transAxes, "path_effects": outline(panel.style)}
+        ax.text(0.99, 0.03, that_fits(words, 0.5 * panel.inches, LEAST_POINTS), **look)
 
 
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:
@@ -210,44 +148,40 @@ def outline(style: Style, width: float = 1.2) -> list[withStroke]:
     return [withStroke(linewidth=1.1 + width, foreground=style.background, alpha=0.7)]
 
 
-def draw_density(ax: Axes, panel: Panel, axis: XAxis) -> None:
+def draw_density(ax: Axes, panel: Panel) -> None:
     """All pairs: how many lie where, on a logarithmic colour scale, and E[y|x] over them."""
-    limits = (*axis.limits, *ax.get_ylim())
-    counts = image(panel.stats, axis.evenly(_PIXELS + 1), np.linspace(*limits[2:], _PIXELS + 1))
+    axis, y_limits = panel.scales.x, panel.scales.y
+    counts = image(panel.stats, axis.evenly(_PIXELS + 1), np.linspace(*y_limits, _PIXELS + 1))
     shown = np.ma.masked_less_equal(counts, 0)
     if shown.count():
-        # The palest quarter of the map is left out, so that a single pair in the tails can still be seen.
-        colours = ListedColormap(matplotlib.colormaps[panel.style.density](np.linspace(0.25, 1, 256)))
-        place: dict[str, Any] = {"extent": limits, "transform": ax.transData}
+        place: dict[str, Any] = {"extent": (*axis.limits, *y_limits), "transform": ax.transData}
         if axis.linear_width is not None:  # columns of equal width on paper
             place = {"extent": (0, 1, 0, 1), "transform": ax.transAxes}
         norm = LogNorm(0.1, max(float(shown.max()), 1.0))
-        look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": colours}
-        ax.imshow(shown, norm=norm, **place, **look)
-    share = 1.0 if axis == panel.scales.x else _INSET[2]
-    x, mean = mean_line(panel.moments, axis, share * panel.inches)
-    ax.plot(x, mean, color=panel.style.ink, lw=1.4, zorder=3, path_effects=outline(panel.style))
+        look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest"}
+        ax.imshow(shown, norm=norm, cmap=densities(panel.style), **place, **look)
+    ax.plot(*mean_line(panel.moments, axis, panel.inches), color=panel.style.ink, lw=MEAN_WIDTH, zorder=3)
 
 
-def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
+def draw_tokens(ax: Axes, panel: Panel) -> None:
     """Whole tokens, each its straight line of slope 1/σ, coloured by σ; of a point-wise function, without lines."""
     x, y, rstd = drawn_tokens(panel.stats)
     if not len(x):
         return
-    low, high = panel.scales.sigma
+    axis, (low, high), colours = panel.scales.x, panel.scales.sigma, shades(panel.style)
     norm = LogNorm(low, high * (1 + 1e-6))
     if panel.site.pointwise is None:
         along = axis.at(np.linspace(axis.along(x.min(1)), axis.along(x.max(1)), _LINE_POINTS, axis=1))
         lines = np.stack([along, y[:, :1] + rstd[:, None] * (along - x[:, :1])], axis=2)
-        look: dict[str, Any] = {"norm": norm, "cmap": panel.style.tokens, "lw": 0.5, "alpha": 0.45, "rasterized": True}
+        look: dict[str, Any] = {"norm": norm, "cmap": colours, "lw": 0.5, "alpha": 0.45, "rasterized": True}
         ax.add_collection(LineCollection(list(lines), array=1 / rstd, **look), autolim=False)
     # One marker stamped along each token: a scatter that colours point by point takes most of a figure's time.
-    for token_x, token_y, colour in zip(x, y, matplotlib.colormaps[panel.style.tokens](norm(1 / rstd)), strict=True):
+    for token_x, token_y, colour in zip(x, y, colours(norm(1 / rstd)), strict=True):
         points = Line2D(token_x, token_y, ls="", marker="o", ms=_TOKEN_POINT, mew=0, color=colour, rasterized=True)
         ax.add_artist(points)
 
 
-def draw_channels(ax: Axes, panel: Panel, axis: XAxis) -> None:
+def draw_channels(ax: Axes, panel: Panel) -> None:
     """The same tokens, and pairs drawn evenly over x, by channel: those of largest |x| in colour, the rest grey."""
     x, y, channel = drawn_pairs(panel.stats)
     ax.scatter(x, y, color=panel.style.faint, s=1.2, lw=0, alpha=0.35, rasterized=True)
@@ -256,21 +190,24 @@ def draw_channels(ax: Axes, panel: Panel, axis: XAxis) -> None:
         ax.scatter(x[in_channel], y[in_channel], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 
 
-def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
-    """Every fitted curve, and the bounds that no output of the norm passes."""
-    grid = torch.from_numpy(axis.evenly(_CURVE_POINTS))
+def draw_curves(ax: Axes, panel: Panel) -> None:
+    """Every fitted curve, as far as there are pairs, and the bounds that no output of the norm passes."""
+    n, sum_x = panel.moments[:2, panel.moments[0] > 0].numpy()
+    x = np.clip(sum_x / n, *panel.scales.x.limits)
+    ends = (float(x.min()), float(x.max())) if len(x) else panel.scales.x.limits
+    grid = torch.from_numpy(replace(panel.scales.x, limits=ends).evenly(_CURVE_POINTS))
     for fit in panel.fits:
         if not fit.degenerate:
             colour, dashes = panel.looks[fit.curve]
-            ax.plot(grid, fit(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8))
+            ax.plot(grid, fit(grid), color=colour, ls=dashes, lw=CURVE_WIDTH, zorder=4)
     if math.isfinite(panel.site.bound):  # running statistics bound nothing
         for bound in (-panel.site.bound, panel.site.bound):
             ax.axhline(bound, color=panel.style.faint, lw=0.7, ls=":", zorder=1)
 
 
-def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
+def draw_residuals(ax: Axes, panel: Panel) -> None:
     """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors."""
-    fits = [fit for fit in panel.fits if not fit.degenerate]
+    axis, fits = panel.scales.x, [fit for fit in panel.fits if not fit.degenerate]
     low, high = axis.along(np.array(axis.limits))
     groups = residuals(panel.stats.moments, fits, (high - low) / _GROUPS, along=axis.along)
     band = BAND * groups.error
@@ -287,7 +224,7 @@ def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
         ax.plot(groups.x, off, color=colour, ls=dashes, **look)
 
 
-DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
+DRAW: dict[str, Callable[[Axes, Panel], None]] = {
     "density": draw_density,
     "token": draw_tokens,
     "channel": draw_channels,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import matplotlib
 import numpy as np
@@ -18,18 +19,17 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.targets import as_capture
 from normscope.norms.sites import Layers, select
 from normscope.pairs.captures import Capture
-from normscope.show.figures.axes import LINEAR, share_colours, share_heights
+from normscope.show.figures.axes import LINEAR
 from normscope.show.figures.notes import (
     HEAD_INCHES,
     facts,
-    fits_in_line,
     legend_handles,
-    notes_of,
+    lines_above,
     r2_of,
     remarks,
+    scale_of,
     write_heading,
 )
-from normscope.show.figures.panel_data import extreme_channels
 from normscope.show.figures.panels import (
     DRAW,
     RESIDUAL,
@@ -41,6 +41,8 @@ from normscope.show.figures.panels import (
     with_shared_scales,
 )
 from normscope.show.figures.sheet import (
+    MOST_BELOW,
+    PAGE_INCHES,
     Sheet,
     columns_of,
     heading,
@@ -50,19 +52,20 @@ from normscope.show.figures.sheet import (
     title_and_foot,
     untrained,
 )
-from normscope.show.figures.style import NO_LABELS, SHORT, FigureOptions, readable, theme_of
-from normscope.show.figures.text import LINE_POINTS, NOTE, Words, tail, words_inches, write_at
+from normscope.show.figures.style import NO_LABELS, SHORT, FigureOptions, readable, shades, theme_of
+from normscope.show.figures.text import LINE_POINTS, NOTE, tail, words_inches, wrapped, write_at
 
 ROWS = tuple(row for row in DRAW if row != RESIDUAL)
+_OUTPUT, _Y_LABELS = "output y", {RESIDUAL: "E[y|x] − fit"}
 _LEAD = "Input x of norms, and their output y before the affine step"
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 _MOST_COLUMNS, _PANEL_INCHES, _LEAST_PANEL = 6, (2.35, 2.05), (1.3, 1.2)  # widths and heights, ticks included
+_LOWEST_PANEL, _TITLE_INCHES = 0.9, 0.2  # where a page would not contain higher ones
 _ACROSS = 4
 _COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # of an overview; four of them are a page's text width
 _ROW_INCHES, _AXIS_INCHES = 1.15, 0.3  # of an overview's panel, and of its ticks
 _LABEL_INCHES = 0.3  # left of all panels
 _LABEL = FontProperties(size=7)
-_LEAST_ROOM = 1.2  # inches, for the word "channels"
 
 
 def plot(
@@ -70,30 +73,30 @@ def plot(
     fits: Sequence[CurveFit] = (),
     *,
     layers: Layers | None = None,
-    rows: str | Sequence[str] = ROWS,
+    color: str | Sequence[str] = ROWS,
     compact: bool = False,
     xscale: str = LINEAR,
     share_axes: bool = False,
     ax: Axes | None = None,
     **options: Unpack[FigureOptions],
-) -> Any:
+) -> Figure:
     """Draw the S-curves of every site of a capture.
 
-    A linear axis of x ends where the fitted tanh saturates, at |αx| = 3, but contains 99 % of the pairs; the panel
-    names the number of pairs beyond. A bar on the axis marks the range of 99 % of the pairs, and an inset enlarges it
-    where it is narrow. E[y|x] is drawn where 32 pairs lie within 1/20 of the axis. Dotted lines are the bounds ±√(d−1)
-    of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the four of largest mean R² are drawn.
+    Axes and curves end where the pairs do. A linear axis of x leaves out spikes, as it becomes e times as long only for
+    3 pairs in 10,000; the panel names the number of pairs beyond. E[y|x] is drawn where 32 pairs lie within 1/20 of the
+    axis. Dotted lines are the bounds ±√(d−1) of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the four of
+    largest mean R² are drawn.
 
     Args:
         capture: what :func:`normscope.capture` returned, or the file of a capture.
         fits: what :func:`normscope.fit` made of it; drawn over every panel.
         layers: which sites, as of :func:`normscope.capture`; by default all.
-        rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
+        color: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
         compact: draw the densities alone, four beside one another, as :func:`normscope.figures.overview` does: of the
             sites that ``layers`` names, or of four.
         xscale: ``linear``, ``asinh`` or ``symlog``; the latter two contain every pair.
-        share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets.
+        share_axes: use the same axes and colours in all panels, so that sites can be compared.
         ax: your axes, for one row of one site; the heading is then written inside of them.
         options: those of all figures. ``width``: of the figure, in inches; narrow figures have fewer columns, and
             letters of at least 6 points. ``labels``: above each column ``short`` (short name and R², the default),
@@ -104,39 +107,31 @@ def plot(
             neither. ``style``: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure, which :func:`save_figure` writes; ``ax`` if given.
+        A matplotlib figure, which :func:`save_figure` writes; that of ``ax`` if given.
 
     Raises:
         UsageError: if there is no such site, row, scale, style, font, or kind of labels or caption, if ``ax`` is given
             for several panels, if the width is under 2 inches, or if the first argument is no capture.
     """
     capture = as_capture(capture, "plot")
-    shown, theme, labels = rows_named(rows), theme_of(options), options.get("labels", SHORT)
+    shown, theme, labels = rows_named(color), theme_of(options), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
     if ax is not None:
-        if len(capture.sites) != 1 or len(shown) != 1 or compact:
-            raise UsageError(
-                f"ax takes one row of one site, but there are {count(len(shown), 'row')} of "
-                f"{count(len(capture.sites), 'site')}: name them by layers= and rows=."
-            )
-        inches = ax.get_window_extent().width / ax.figure.dpi
-        (panel,) = panels_of(capture, capture.sites, fits, theme, xscale, inches)
-        return _draw_on(ax, panel, shown[0], labels)
+        return _plot_on(ax, capture, fits, [*shown, *["density"] * compact], xscale, options)
     if compact:
         drawn = None if layers is None else "all"
         return overview([capture], [fits], layers=drawn, xscale=xscale, share_axes=share_axes, **options)
     columns = columns_of(options, len(capture.sites), _LEAST_PANEL[0], _MOST_COLUMNS)
     width = inches_of(options.get("width"), 0.5 + _PANEL_INCHES[0] * columns)
     across = (width - 0.3) / columns
-    panel_inches = min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across))
+    height = min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across))
     with matplotlib.rc_context(theme.rc()):
         panels = panels_of(capture, capture.sites, fits, theme, xscale, across - _EDGE_INCHES)
         panels = with_shared_scales(panels, xscale) if share_axes else panels
-        blocks = [("", panels[first : first + columns]) for first in range(0, len(panels), columns)]
-        foot = [_LEAD, facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
+        foot = [*remarks(panels, fits, labels), *_drawn_tokens(panels, shown), facts(panels, labels), _LEAD]
         handles = legend_handles(panels, shown, "sample" in capture.about)
         parts: dict[str, Any] = {"foot": foot, "handles": handles, "detail": count(capture.n_samples, "sample")}
-        figure = _draw_blocks(blocks, shown, options, columns, width, panel_inches, about=capture.about, **parts)
+        figure = _draw_rows([("", panels)], shown, options, columns, width, height, about=capture.about, **parts)
     figure.origin = origin_of(capture)
     return figure
 
@@ -180,56 +175,53 @@ def overview(
         raise UsageError("There is no capture to draw; an overview takes one or more.")
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme, labels = theme_of(options), options.get("labels", SHORT)
-    chosen = [select(capture.sites, layers) for capture in captures]
-    columns = max(2, *(min(_ACROSS, len(sites)) for sites in chosen))
-    width = inches_of(options.get("width"), _COLUMN_INCHES * columns)
+    theme, chosen = theme_of(options), [select(capture.sites, layers) for capture in captures]
+    columns = max(min(_ACROSS, len(sites)) for sites in chosen)
+    width = inches_of(options.get("width"), _COLUMN_INCHES * max(2, columns))
     columns = columns if width / columns >= _LEAST_COLUMN else 2
     inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
-    panel_inches = min(_ROW_INCHES, 0.85 * inches)
+    height = min(_ROW_INCHES, 0.85 * inches)
     every_fit = [fit for of_capture in fits for fit in of_capture]
-    curves, _ = best_of(every_fit)
     with matplotlib.rc_context(theme.rc()):
-        networks = [
-            panels_of(capture, sites, of_capture, theme, xscale, inches, curves)
+        drawn = [
+            panels_of(capture, sites, of_capture, theme, xscale, inches, best_of(every_fit)[0])
             for capture, sites, of_capture in zip(captures, chosen, fits or [()] * len(captures), strict=True)
         ]
-        every = [panel for panels in networks for panel in panels]
         if share_axes:
-            every = with_shared_scales(every, xscale)
-            shared = iter(every)
-            networks = [[next(shared) for _ in panels] for panels in networks]
-        blocks = [
-            (_name_of_row(capture, panel_inches), panels[first : first + columns])
-            for capture, panels in zip(captures, networks, strict=True)
-            for first in range(0, len(panels), columns)
-        ]
-        foot = [_LEAD, *remarks(every, every_fit, labels)]
-        foot += [
-            _about(capture, facts(panels, labels), options, len(captures) > 1)
-            for capture, panels in zip(captures, networks, strict=True)
-        ]
-        handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
-        parts: dict[str, Any] = {"about": {}, "foot": foot, "handles": handles, "h_pad": 0.03, "hspace": 0}
-        figure = _draw_blocks(blocks, ["density"], options, columns, width, panel_inches + _AXIS_INCHES, **parts)
+            every = iter(with_shared_scales([panel for panels in drawn for panel in panels], xscale))
+            drawn = [list(itertools.islice(every, len(panels))) for panels in drawn]
+        parts = _words_of_networks(captures, drawn, every_fit, options)
+        networks = [(_name_of_row(capture, captures, height), of) for capture, of in zip(captures, drawn, strict=True)]
+        figure = _draw_rows(networks, ["density"], options, columns, width, height + _AXIS_INCHES, **parts)
     figure.origin = origin_of(captures)
     return figure
 
 
-def _name_of_row(capture: Capture, inches: float) -> str:
-    name = tail(heading(capture.about), inches + 0.3, _LABEL)
-    return "\n".join(filter(None, (name, untrained(capture.about))))
+def _name_of_row(capture: Capture, captures: Sequence[Capture], inches: float) -> str:
+    """Return a network's name; and that its weights are random, or the end of its data if others share the name."""
+    name, data = heading(capture.about), capture.about.get("data", "")
+    others = {also.about.get("data", "") for also in captures if heading(also.about) == name}
+    end = wrapped(data.rpartition(" · ")[2], inches + 0.3, _LABEL) if len(others) > 1 and " · " in data else []
+    return "\n".join(filter(None, (tail(name, inches + 0.3, _LABEL), untrained(capture.about), *end)))
 
 
-def _about(capture: Capture, facts_of_panels: str, options: FigureOptions, several: bool) -> str:
-    """Return the line of one network below an overview."""
+def _words_of_networks(
+    captures: Sequence[Capture], drawn: Sequence[list[Panel]], fits: Sequence[CurveFit], options: FigureOptions
+) -> dict[str, Any]:
+    """Return legend and lines below an overview."""
+    every, labels = [panel for panels in drawn for panel in panels], options.get("labels", SHORT)
     title = None if options.get("caption") else options.get("title")
-    facts_and_data = (facts_of_panels, title_and_foot(title, "", capture.about)[1])
-    return (f"{heading(capture.about)}: " if several else "") + " · ".join(filter(None, facts_and_data))
+    of_networks = []
+    for capture, panels in zip(captures, drawn, strict=True):
+        about = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
+        of_networks.append(f"{heading(capture.about)}: " * (len(captures) > 1) + " · ".join(filter(None, about)))
+    foot = [*remarks(every, fits, labels), ". ".join(filter(None, of_networks)), _LEAD]
+    handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
+    return {"about": {}, "foot": foot, "handles": handles, "h_pad": 0.03, "hspace": 0}
 
 
-def _draw_blocks(
-    blocks: Sequence[tuple[str, Sequence[Panel]]],
+def _draw_rows(
+    networks: Sequence[tuple[str, Sequence[Panel]]],
     rows: Sequence[str],
     options: FigureOptions,
     columns: int,
@@ -237,56 +229,86 @@ def _draw_blocks(
     panel_inches: float,
     **parts: Any,
 ) -> Sheet:
-    """Draw blocks of panels below one another: a name on the left, and the rows of up to ``columns`` sites."""
+    """Draw networks below one another: a name on the left, and the rows of up to ``columns`` sites."""
     theme, labels = theme_of(options), options.get("labels", SHORT)
-    notes = [[[_notes(panel, row, labels, rows) for panel in panels] for row in rows] for _, panels in blocks]
-    lines = [[max(map(len, of_panels)) for of_panels in of_rows] for of_rows in notes]
-    heads = len(blocks) * (HEAD_INCHES * (labels != NO_LABELS) + 0.1) + sum(map(sum, lines)) * LINE_POINTS / 72
-    height = len(blocks) * len(rows) * panel_inches + heads
-    with sheet_of(options, theme, width, height, **parts) as figure:
+    blocks = [
+        (name, panels[first : first + columns]) for name, panels in networks for first in range(0, len(panels), columns)
+    ]
+    above = iter(zip(*lines_above([panel for _, panels in blocks for panel in panels], rows, labels), strict=True))
+    notes = [list(zip(*itertools.islice(above, len(panels)), strict=True)) for _, panels in blocks]
+    with sheet_of(options, theme, width, _height(notes, panel_inches, labels), **parts) as figure:
         axes = figure.subplots(len(blocks) * len(rows), columns, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
-        for block, (name, panels) in enumerate(blocks):
-            under = [] if len(rows) > 1 else [len(later) for _, later in blocks[block + 1 :]]
+        for number, (name, panels) in enumerate(blocks):
+            last = max((len(later) for _, later in blocks[number + 1 :] if len(rows) == 1), default=0)
             for place, row in enumerate(rows):
-                row_of_axes = axes[block * len(rows) + place]
-                for column, (panel, ax) in enumerate(zip(panels, row_of_axes, strict=False)):
-                    ax.set_visible(True)
-                    draw_panel(ax, panel, row, beyond=place == 0)
-                    above = notes[block][place][column], lines[block][place]
-                    write_heading(ax, panel, NO_LABELS if place else labels, *above)
-                    if row == "token":
-                        _draw_scale(ax, panel)
-                    if place == len(rows) - 1 and column >= max(under, default=0):
+                row_of_axes = axes[number * len(rows) + place]
+                _draw_row(row_of_axes, panels, row, notes[number][place], NO_LABELS if place else labels)
+                if place == len(rows) - 1:
+                    for panel, ax in zip(panels[last:], row_of_axes[last:], strict=False):
                         ax.set_xlabel(panel.scales.x.label(panel.inches), labelpad=1)
-                    if column and panel.scales.shared:
-                        ax.tick_params(labelleft=False)
-                y_label = "\n".join(filter(None, (name, _name_of_y(row))))
+                y_label = "\n".join(filter(None, (name, _Y_LABELS.get(row, _OUTPUT))))
                 row_of_axes[0].set_ylabel(y_label, parse_math=False, labelpad=1)
-        _share(figure, axes, blocks, rows)
+        if any(panel.scales.shared for _, panels in blocks for panel in panels):
+            _share(axes, rows)
     return figure
 
 
-def _share(figure: Sheet, axes: Any, blocks: Sequence[tuple[str, Sequence[Panel]]], rows: Sequence[str]) -> None:
-    """Give panels of shared scales common greys, and common limits of residuals."""
-    if blocks[0][1] and blocks[0][1][0].scales.shared:
-        share_colours(figure.axes)
-        if RESIDUAL in rows:
-            share_heights([ax for ax in axes[rows.index(RESIDUAL) :: len(rows)].flat if ax.get_visible()])
+def _height(notes: Sequence[Sequence[Sequence[Any]]], panel_inches: float, labels: str) -> float:
+    """Return the height of all panels: lower ones, as far as they can be, where a page would not contain them."""
+    lines = sum(max(map(len, of_panels)) for of_rows in notes for of_panels in of_rows)
+    heads = len(notes) * (HEAD_INCHES * (labels != NO_LABELS) + 0.1) + lines * LINE_POINTS / 72
+    rows, room = sum(map(len, notes)), (1 - MOST_BELOW) * PAGE_INCHES - _TITLE_INCHES - heads
+    return heads + rows * (room / rows if _LOWEST_PANEL <= room / rows < panel_inches else panel_inches)
 
 
-def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
+def _draw_row(axes: Any, panels: Sequence[Panel], row: str, notes: Sequence[Any], labels: str) -> None:
+    """Draw a row of panels with the lines above them."""
+    most = max(map(len, notes))
+    for column, (panel, ax, lines) in enumerate(zip(panels, axes, notes, strict=False)):
+        ax.set_visible(True)
+        draw_panel(ax, panel, row)
+        write_heading(ax, panel, labels, [*lines, *[[]] * (most - len(lines))])
+        if row == "token":
+            _draw_scale(ax, panel)
+        if column and panel.scales.shared:
+            ax.tick_params(labelleft=False)
+
+
+def _share(axes: Any, rows: Sequence[str]) -> None:
+    """Give all densities one scale of greys, and all residuals common limits of y."""
+    shown = [ax for ax in axes.flat if ax.get_visible()]
+    images = [image for ax in shown for image in ax.images]
+    most = max((float(image.get_clim()[1] or 1) for image in images), default=1.0)
+    for image in images:
+        image.set_clim(vmax=most)
+    residuals = [ax for ax in axes[rows.index(RESIDUAL) :: len(rows)].flat if ax in shown] if RESIDUAL in rows else []
+    lows, highs = zip(*(ax.get_ylim() for ax in residuals), strict=True) if residuals else ((), ())
+    for ax in residuals:
+        ax.set_ylim(min(lows), max(highs))
+
+
+def _plot_on(
+    ax: Axes, capture: Capture, fits: Sequence[CurveFit], rows: list[str], xscale: str, options: FigureOptions
+) -> Figure:
     """Draw one panel into somebody's axes, with its heading in the corner that an S leaves empty."""
-    draw_panel(ax, panel, row, beyond=True, inset=False)
-    fits = [(f"{fit.curve} R² {r2_of(fit)}", panel.looks[fit.curve][0]) for fit in panel.fits if not fit.degenerate]
-    words = [(panel.name, panel.style.ink), *fits]
+    if len(capture.sites) != 1 or len(rows) != 1:
+        raise UsageError(
+            f"ax takes one row of one site, but there are {count(len(rows), 'row')} of "
+            f"{count(len(capture.sites), 'site')}: name them by layers= and color=."
+        )
+    inches = ax.get_window_extent().width / ax.figure.dpi
+    (panel,) = panels_of(capture, capture.sites, fits, theme_of(options), xscale, inches)
+    draw_panel(ax, panel, rows[0])
+    shown = [(f"{fit.curve} R² {r2_of(fit)}", panel.looks[fit.curve][0]) for fit in panel.fits if not fit.degenerate]
+    words = [(panel.name, panel.style.ink), *shown]
     look: dict[str, Any] = {"va": "top", "zorder": 6, "fontproperties": NOTE, "parse_math": False}
-    for number, (text, colour) in enumerate(words if labels != NO_LABELS else ()):
+    for number, (text, colour) in enumerate(words if options.get("labels") != NO_LABELS else ()):
         look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
         write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
-    ax.set(xlabel=panel.scales.x.label(panel.inches), ylabel=_name_of_y(row))
-    return ax
+    ax.set(xlabel=panel.scales.x.label(panel.inches), ylabel=_Y_LABELS.get(rows[0], _OUTPUT))
+    return cast(Figure, ax.get_figure(root=True))
 
 
 def rows_named(rows: str | Sequence[str]) -> list[str]:
@@ -298,33 +320,10 @@ def rows_named(rows: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _name_of_y(row: str) -> str:
-    return "E[y|x] − fit" if row == RESIDUAL else "output y"
-
-
-def _notes(panel: Panel, row: str, labels: str, rows: Sequence[str]) -> list[Words]:
-    """Return the lines above a panel: those of its column, and those of its row."""
-    lines = notes_of(panel, labels) if row == rows[0] else []
-    if row == "token":
-        return [*lines, _scale_of(panel)]
-    if row == "channel":
-        extreme = zip(map(str, extreme_channels(panel.stats)), panel.style.channels, strict=False)
-        words = [("channels" if panel.room > _LEAST_ROOM else "ch.", panel.style.ink), *extreme]
-        while words_inches(words) > panel.room:
-            words.pop()
-        return [*lines, words]
-    return [*lines, *(fits_in_line(panel, "RMSE", lambda fit: f"{fit.rmse:.3g}") if row == RESIDUAL else [])]
-
-
-def _scale_of(panel: Panel) -> Words:
-    low, high = panel.scales.sigma
-    return [(f"σ {low:.2g} to {high:.2g}", panel.style.ink)]
-
-
 def _draw_scale(ax: Axes, panel: Panel) -> None:
-    left = words_inches(_scale_of(panel)) / panel.inches + 0.04
+    left = words_inches(scale_of(panel)) / panel.inches + 0.04
     bar = ax.inset_axes((left, 1.035, min(0.3, 1 - left), 0.04))
-    bar.imshow(np.linspace(0, 1, 64)[None, :], aspect="auto", cmap=panel.style.tokens)
+    bar.imshow(np.linspace(0, 1, 64)[None, :], aspect="auto", cmap=shades(panel.style))
     bar.set_axis_off()
     bar.set_in_layout(False)
 

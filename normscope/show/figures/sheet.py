@@ -36,18 +36,23 @@ _LEAST_DPI = 300  # of the points within a vector graphic
 MANY_TIMES = 4  # between the values of a logarithmic axis, at least
 _LEGEND, _TITLE = FontProperties(size=6.5), FontProperties(size=7.5)
 _DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
+PAGE_INCHES = 9.0  # height of a paper's text
+MOST_BELOW = 0.15  # of a figure's height, that legend and lines below take; the rest is in its metadata and caption
+_LINE_INCHES = 0.12
 
 
 class Sheet(Figure):
     """A figure, and the text for a file beside it.
 
     Attributes:
-        caption: suffix and text of that file; None for no file.
+        caption: title and all lines below the figure, for its metadata.
+        caption_suffix: of the file that contains the caption as well; None for no file.
         math: matplotlib parameters of formulas, which matplotlib reads again when it draws.
         origin: model, weights, data, versions and seed of what is drawn, as JSON.
     """
 
-    caption: tuple[str, str] | None = None
+    caption: str = ""
+    caption_suffix: str | None = None
     math: dict[Any, Any]
     origin: Any
 
@@ -82,7 +87,7 @@ def sheet_of(
         height: of its panels, in inches; title, legend and foot add to it.
         about: of the network.
         detail: in the default title, after the network's name.
-        foot: sentences above the line of weights and data, each on a line of its own.
+        foot: sentences above the line of weights and data, each on a line of its own, the most important first.
         handles: of the legend; long labels are wrapped.
         names: entries of ``about`` in the last line.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
@@ -92,17 +97,18 @@ def sheet_of(
     above, origin = title_and_foot(title, usual, about, names)
     with matplotlib.rc_context(style.rc()):
         head = wrapped(above, width - 0.2, _TITLE)
-        lines = [] if caption else [line for text in (*foot, origin) for line in wrapped(text, width - 0.2)]
         figure = Sheet(figsize=(width, height))
-        figure.math, figure.origin = style.math(), dict(about)
-        if caption:
-            first, last = title_and_foot(None if title == NONE else title, usual, about, names)
-            texts = (first, *foot, f"{last[:1].upper()}{last[1:]}")
-            figure.caption = caption, " ".join(f"{text}." for text in texts if text)
-        below = 0.04 + 0.12 * len(lines) if lines else 0.0
+        figure.math, figure.origin, figure.caption_suffix = style.math(), dict(about), caption
+        first, last = title_and_foot(None if title == NONE else title, usual, about, names)
+        figure.caption = " ".join(f"{text}." for text in (first, *foot, f"{last[:1].upper()}{last[1:]}") if text)
         legend = _legend(figure, handles)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
-        whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
+        height += 0.06 + 0.13 * len(head) if head else 0.0
+        room = height * MOST_BELOW / (1 - MOST_BELOW) - legend_inches
+        lines = [] if caption else _lines_within([*foot, origin], width - 0.2, room)
+        lines += wrapped(origin, width - 0.2) if title == NONE and not caption and not lines else []
+        below = 0.04 + _LINE_INCHES * len(lines) if lines else 0.0
+        whole = height + below + legend_inches
         figure.set_size_inches(width, whole)
         if head:
             figure.suptitle("\n".join(head), fontproperties=_TITLE, parse_math=False)
@@ -116,6 +122,16 @@ def sheet_of(
         yield figure
         if style.fonts != Style.fonts:
             _set_fonts(figure, style)
+
+
+def _lines_within(texts: Sequence[str], inches: float, room: float) -> list[str]:
+    """Return the lines of those texts that are not cut at a width, in order, as far as a height has room for them."""
+    lines = list[str]()
+    for text in texts:
+        more = wrapped(text, inches)
+        if "".join(more).replace(" ", "") == text.replace(" ", "") and _LINE_INCHES * (len(lines) + len(more)) <= room:
+            lines += more
+    return lines
 
 
 def _set_fonts(figure: Figure, style: Style) -> None:
@@ -137,6 +153,7 @@ def _legend(figure: Figure, handles: Sequence[Artist]) -> Legend | None:
         if width_of(text, _LEGEND) > room:
             handle.set_label("\n".join(wrapped(text, room, _LEGEND)).replace("$", r"\$"))
     place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.2, "prop": _LEGEND}
+    place["columnspacing"] = 1.4
     for columns in range(len(handles), 0, -1):
         legend = figure.legend(handles=handles, ncols=columns, **place)
         if columns == 1 or legend.get_window_extent().width <= width * figure.dpi:
@@ -265,13 +282,13 @@ def save_figure(figure: Figure, path: str | Path, shown: Any = None, dpi: int = 
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}),
         matplotlib.rc_context(figure.math if isinstance(figure, Sheet) else {}),
     ):
-        figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
+        metadata = {key: text, **dates, **({"Title": figure.caption} if isinstance(figure, Sheet) else {})}
+        figure.savefig(drawn, dpi=dpi, format=kind, metadata=metadata)
     with whole_file(path) as partial:
         partial.write_bytes(drawn.getvalue())
-    if isinstance(figure, Sheet) and figure.caption:
-        suffix, caption = figure.caption
-        written = f"\\caption{{{latex(caption)}}}" if suffix == "tex" else caption
-        with whole_file(path.with_suffix(f".{suffix}")) as partial:
+    if isinstance(figure, Sheet) and figure.caption_suffix:
+        written = f"\\caption{{{latex(figure.caption)}}}" if figure.caption_suffix == "tex" else figure.caption
+        with whole_file(path.with_suffix(f".{figure.caption_suffix}")) as partial:
             partial.write_text(f"{written}\n", encoding="utf-8")
     return path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypedDict
 
@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap, to_hex, to_rgb
 from matplotlib.font_manager import FontProperties, findfont, get_font_names
 
-from normscope.curves.known import CURVES
+from normscope.curves.known import CURVES, FREE
 from normscope.errors import UsageError, unknown
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
@@ -21,10 +21,10 @@ ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 # Besides Okabe's and Ito's: far from one another and from the channels with any colour vision, by Machado, Oliveira
 # and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009).
-VIOLET, BROWN, NAVY, LILAC, OLIVE, MINT = "#9911FF", "#774433", "#112266", "#AA55FF", "#AA9955", "#BBFFBB"
+VIOLET, BROWN, NAVY, PLUM, IRIS, MOSS = "#9911FF", "#774433", "#112266", "#594364", "#9B7AFF", "#7A9B59"
+LILAC, OLIVE, MINT, MAGENTA, LIME, SAGE = "#AA55FF", "#AA9955", "#BBFFBB", "#A63790", "#6FFF7A", "#9BBCA6"
 LEAST_POINTS = 6.0  # no letter in a figure is smaller
-HANDLE_LENGTH = 3.2  # of a legend's lines, in letter sizes: two periods of the longest dashes
-# As many as have no divisor in common with the number of colours: neighbours then differ in both.
+HANDLE_LENGTH = 2.4  # of a legend's lines, in letter sizes: a period of the longest dashes
 _DASHES = (
     "-",
     (0, (4, 1.5)),
@@ -32,6 +32,11 @@ _DASHES = (
     (0, (5, 1.3, 1, 1.3)),
     (0, (5, 1.2, 1, 1.2, 1, 1.2)),
     (0, (7, 1.5, 3, 1.5)),
+)
+# The first eight, which papers compare, differ in colour; others share them, such as softcap tanh's and derf erf's.
+_BY_COLOUR = (
+    *("tanh", "isru", "sigmoid", "arctan", "erf", "hardtanh", "linear", "softsign"),
+    *("softcap", "satursin", "expsign", FREE, "derf"),
 )
 _CONTRAST = 4.5  # of letters, by the Web Content Accessibility Guidelines 2.2
 LABELS = NO_LABELS, SHORT, FULL = ("none", "short", "full")
@@ -47,7 +52,7 @@ class Style:
         ink: text, axes and E[y|x].
         faint: bounds, grids and background elements.
         curves: colours of the fitted curves.
-        density: matplotlib colour map of numbers of pairs.
+        density: matplotlib colour map of numbers of pairs, and the part of it that is drawn.
         tokens: matplotlib colour map of the tokens' σ.
         channels: colours of the channels of largest |x|, the largest first.
         fonts: families of all letters, in the order in which they are looked for a letter.
@@ -57,7 +62,7 @@ class Style:
     ink: str
     faint: str
     curves: tuple[str, ...]
-    density: str
+    density: tuple[str, float, float]
     tokens: str
     channels: tuple[str, ...]
     fonts: tuple[str, ...] = ("sans-serif",)
@@ -65,7 +70,7 @@ class Style:
     def looks(self, curves: Iterable[str] = ()) -> dict[str, Look]:
         """Return a colour and a line style for every built-in curve and for each of ``curves``.
 
-        Built-in curves look the same in every figure; others follow in order. Up to 30 curves, no two look alike.
+        Built-in curves look the same in every figure; others follow in order. Up to 48 curves, no two look alike.
 
         >>> looks = STYLES["light"].looks(["tanh", "my_curve"])
         >>> looks["tanh"]
@@ -73,22 +78,11 @@ class Style:
         >>> looks["my_curve"] in [look for name, look in looks.items() if name != "my_curve"]
         False
         """
-        places = {name: place for place, name in enumerate(CURVES)}
-        for name in curves:
-            places.setdefault(name, len(places))
-        return {
-            name: (self.curves[place % len(self.curves)], _DASHES[place % len(_DASHES)])
-            for name, place in places.items()
-        }
-
-    def looks_of(self, curves: Sequence[str]) -> dict[str, Look]:
-        """Return the looks of the few curves that one figure draws: no two of one colour while there are others."""
-        looks, colours = self.looks(curves), dict[str, str]()
-        for curve in sorted(curves, key=lambda curve: curve not in CURVES):  # a built-in one keeps its own
-            usual = looks[curve][0]
-            choice = (usual, *self.curves, *self.channels)
-            colours[curve] = next((colour for colour in choice if colour not in colours.values()), usual)
-        return {curve: (colours[curve], looks[curve][1]) for curve in curves}
+        looks: dict[str, Look] = {}
+        for number, name in enumerate(dict.fromkeys((*_BY_COLOUR, *CURVES, *curves))):
+            again, place = divmod(number, len(self.curves))
+            looks[name] = self.curves[place], _DASHES[(place + again) % len(_DASHES)]
+        return looks
 
     def math(self) -> dict[Any, Any]:
         """Return matplotlib parameters of formulas, whose letters are of a chosen font as well."""
@@ -127,8 +121,8 @@ STYLES = {
         background="#FFFFFF",
         ink="#1A1A1A",
         faint="#707070",
-        curves=(VERMILLION, BLUE, VIOLET, BROWN, NAVY),
-        density="Greys",
+        curves=(VERMILLION, BLUE, PLUM, IRIS, VIOLET, BROWN, NAVY, MOSS),
+        density=("Greys", 0.4, 0.92),
         tokens="viridis",
         channels=(ORANGE, GREEN, SKY, PURPLE),
     ),
@@ -136,12 +130,18 @@ STYLES = {
         background="#14171C",
         ink="#E8E8E8",
         faint="#8D939D",
-        curves=(ORANGE, SKY, LILAC, OLIVE, MINT),
-        density="bone",
+        curves=(ORANGE, SKY, MAGENTA, LIME, LILAC, OLIVE, MINT, SAGE),
+        density=("Greys_r", 0.42, 0.95),
         tokens="viridis",
         channels=(VERMILLION, GREEN, YELLOW, PURPLE),
     ),
 }
+
+
+def densities(style: Style) -> ListedColormap:
+    """Return the map of numbers of pairs, without the end at which a single pair could not be seen."""
+    name, low, high = style.density
+    return ListedColormap(matplotlib.colormaps[name](np.linspace(low, high, 256)))
 
 
 def shades(style: Style) -> ListedColormap:

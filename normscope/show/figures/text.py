@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -28,10 +29,23 @@ _ABOVE_POINTS, _BELOW_TITLE, _SPACE_POINTS = 2.5, 3.0, 3.6
 
 def width_of(text: str, font: FontProperties = NOTE) -> float:
     """Return the width of a text's longest line in inches, without drawing it."""
-    font = font.copy()
-    font.set_family(matplotlib.rcParams["font.family"])
-    widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
-    return float(max(widths)) / 72 * _HINTING
+    family, points = tuple(matplotlib.rcParams["font.family"]), font.get_size_in_points()
+    return max(_line_inches(line, family, points) for line in text.split("\n"))
+
+
+@functools.lru_cache(10_000)
+def _line_inches(line: str, family: tuple[str, ...], points: float) -> float:
+    font = FontProperties(family=family, size=points)
+    return float(_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0]) / 72 * _HINTING
+
+
+def signed(text: str) -> str:
+    """Write the numbers of a text with true minus signs.
+
+    >>> signed("s -0.5"), signed("2e-06")
+    ('s −0.5', '2e−06')
+    """
+    return text.replace("-", "−")
 
 
 def words_inches(words: Words) -> float:
@@ -96,13 +110,12 @@ def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
     ax.margins(x=0.01)
 
 
-def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
+def write_above(ax: Axes, lines: Sequence[Words]) -> float:
     """Write lines of coloured words right above a panel, from its left edge.
 
     Args:
         ax: the panel.
-        lines: from top to bottom.
-        least: number of lines that room is left for, so that titles above panels beside one another are in line.
+        lines: from top to bottom; empty ones leave room, so that titles above neighbouring panels are in line.
 
     Returns:
         The pad of a title above them, in points.
@@ -114,8 +127,7 @@ def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
             look["color"] = readable(colour, ax.get_facecolor())
             write_at(ax, text, (0, 1), (x, _ABOVE_POINTS + LINE_POINTS * number), annotation_clip=False, **look)
             x += 72 * width_of(text) + _SPACE_POINTS
-    number = max(len(lines), least)
-    if not number:
+    if not (number := len(lines)):
         return _ABOVE_POINTS
     # A title is given room by its height alone, and these lines need no other; with y it stays below a strip.
     ax.set_title(" ", loc="right", y=1, fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))

@@ -1,6 +1,5 @@
 """Axes of x and what lies beyond them, against the raw pairs; and E[y|x] of sums that are made by hand."""
 
-import dataclasses
 import math
 from itertools import pairwise
 
@@ -14,6 +13,7 @@ import normscope
 from normscope.errors import UsageError
 from normscope.show.figures.axes import XAxis, mean_line
 from normscope.show.figures.scurves import plot
+from normscope.show.figures.style import STYLES
 
 
 def moments_of(x, y):
@@ -32,12 +32,6 @@ def texts(ax):
     return [text.get_text().replace("\n", " ") for text in ax.texts]
 
 
-def bar(ax):
-    """The range of 99 % of the pairs, drawn on the axis of x."""
-    (line,) = (line for line in ax.get_lines() if line.get_transform() == ax.get_xaxis_transform())
-    return line.get_xdata()
-
-
 @pytest.fixture(scope="module")
 def tokens():
     """Tokens of different scales, and what large networks have: one channel of a few tokens reaches far beyond."""
@@ -52,49 +46,67 @@ def seen(tokens):
     return normscope.capture(nn.Sequential(nn.LayerNorm(64)), [tokens])
 
 
-@pytest.fixture(scope="module")
-def fits(seen):
-    return normscope.fit(seen)
-
-
-@pytest.mark.parametrize("alpha", [0.2, 100.0], ids=["at |αx| = 3", "at 99 % of the pairs, however steep the curve"])
-def test_a_linear_axis_ends_where_the_curve_saturates_and_counts_the_pairs_beyond(tokens, seen, fits, alpha):
-    ends = {"tanh": alpha, "isru": 1.0}  # tanh decides
-    fits = [dataclasses.replace(fit, alpha=ends[fit.curve]) for fit in fits]
-    ax, *others = panels(plot(seen, fits))
+def test_a_linear_axis_ends_where_the_pairs_do_and_names_those_beyond(tokens, seen):
+    ax, *others = panels(plot(seen))
     assert {other.get_xlim() for other in others} == {ax.get_xlim()}
     assert (ax.get_xscale(), ax.get_xlabel(), others[-1].get_xlabel()) == ("linear", "", "norm input x")
     low, high = ax.get_xlim()
-    end = max(3 / alpha, np.quantile(tokens.abs().numpy(), 0.99))
-    assert low == -high and end * (1 - 2**-6) <= high <= end * (1 + 2**-5)  # an edge of the bins
-    beyond = int((tokens.abs() > high).sum())
-    assert f"{beyond} pairs beyond" in texts(ax) and beyond >= 8
+    rest = tokens[tokens < 100]  # without the eight of channel 7 in token 0
+    ends = np.array([float(rest.min()), float(rest.max())])
+    assert low < ends[0] and high > ends[1]
+    assert high - low == pytest.approx(1.06 * np.ptp(ends), rel=2**-5)  # edges of the bins
+    assert "8 pairs of token 0 beyond" in texts(ax)
     assert not any("beyond" in text for other in others for text in texts(other))
-    assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel() - beyond, rel=1e-3)
-    assert ax.get_ylim()[1] >= float(fits[0](torch.tensor([high])))
-    np.testing.assert_allclose(bar(ax), np.quantile(tokens.numpy(), [0.005, 0.995]), rtol=0.03)
+    assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel() - 8, rel=1e-3)
 
 
-@pytest.mark.parametrize("look", [{}, {"xscale": "asinh"}, {"xscale": "symlog"}], ids=["no fits", "asinh", "symlog"])
-def test_every_pair_is_on_the_other_axes(tokens, seen, fits, look):
-    ax, *others = panels(plot(seen, fits if look else (), **look))
-    scale = look.get("xscale", "linear")
-    assert {one.get_xscale() for one in (ax, *others)} == {scale}
-    assert others[-1].get_xlabel() == ("norm input x" if scale == "linear" else f"norm input x ({scale} scale)")
-    assert ax.get_xlim()[1] == pytest.approx(1.06 * float(tokens.abs().max()))
+@pytest.mark.parametrize(("places", "words"), [((0, 1), "of channel 7 "), ((0,), "of token 0 "), ((1, 3), "")])
+def test_pairs_beyond_are_of_a_token_or_of_a_channel_or_of_several(tokens, places, words):
+    x = tokens.clone()
+    x[:, 0, 7] = 0
+    for place in places:
+        x[:, place, 7 if words.startswith("of channel") else 7 + place] = 400.0
+    ax = panels(plot(normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x]), color="density"))[0]
+    assert f"{8 * len(places)} pairs {words}beyond" in texts(ax)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_an_axis_is_as_long_on_either_side_as_the_pairs_reach(side):
+    x = side * torch.rand(8, 50, 64, generator=torch.Generator().manual_seed(0)) * 5
+    seen = normscope.capture(nn.Sequential(nn.RMSNorm(64)), [x])
+    fits = normscope.fit(seen, "tanh")
+    ax = panels(plot(seen, fits, color="density"))[0]
+    for low, high, end in ((*ax.get_xlim(), 5), (*ax.get_ylim(), 2)):  # y = x over an RMS near 5/√3
+        near, far = sorted((low, high), key=abs)
+        assert abs(near) < 0.05 * abs(far) and end * 0.8 < side * far < end * 1.25
+    (line,) = (line for line in ax.get_lines() if line.get_color() == STYLES["light"].looks()["tanh"][0])
+    assert min(line.get_xdata()) >= x.min() and max(line.get_xdata()) <= x.max()  # no curve without pairs
+
+
+@pytest.mark.parametrize("scale", ["asinh", "symlog"])
+def test_every_pair_is_on_the_other_axes(tokens, seen, scale):
+    ax, *others = panels(plot(seen, color="density,channel", xscale=scale))
+    assert {shown.get_xscale() for shown in (ax, *others)} == {scale}
+    assert others[-1].get_xlabel() == f"norm input x ({scale} scale)"
+    low, high = ax.get_xlim()
+    assert low < float(tokens.min()) and high > float(tokens.max())
+    assert high - low == pytest.approx(1.06 * np.ptp(tokens.numpy()))
     assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel(), rel=1e-6)
     assert not any("beyond" in text for text in texts(ax))
+
+
+def test_unknown_scales_are_refused(seen):
     with pytest.raises(UsageError, match="no scale of x 'auto'"):
-        plot(seen, fits, xscale="auto")
+        plot(seen, xscale="auto")
 
 
-def test_straight_fits_end_no_axis():
+def test_straight_fits_are_marked():
     x = nn.functional.layer_norm(torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(0)), (64,))
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
     fits = normscope.fit(seen, "tanh")
     assert fits[0].curve == "tanh" and fits[0].straight
-    ax = panels(plot(seen, fits))[0]
-    assert ax.get_xlim()[1] == pytest.approx(1.06 * float(x.abs().max()))
+    ax = panels(plot(seen, fits, color="density"))[0]
+    assert ax.get_xlim()[1] > float(x.max())
     assert "straight" in texts(ax)
 
 
@@ -103,22 +115,12 @@ def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
     fits = normscope.fit(seen, "mine=x**3")
     for labels in ("short", "full"):
-        assert any("A and α not identified" in text for text in texts(panels(plot(seen, fits, labels=labels))[0]))
-
-
-def test_an_inset_enlarges_the_pairs_of_a_wide_panel(seen, fits):
-    inside = {
-        look: panels(plot(seen, rows="density", **dict(look)))[0].child_axes
-        for look in ((), (("share_axes", True),), (("width", 2.0),), (("xscale", "asinh"),))
-    }
-    assert [len(axes) for axes in inside.values()] == [1, 0, 0, 0]
-    (inset,) = inside[()]
-    assert inset.get_xlim()[1] < 10 and inset.get_xscale() == "linear"
+        assert "A and α not identified" in " ".join(texts(panels(plot(seen, fits, color="density", labels=labels))[0]))
 
 
 def test_a_tokens_line_bends_as_the_axis_does_and_stays_its_own(seen):
     for scale in ("asinh", "symlog"):
-        ax = panels(plot(seen, rows="token", xscale=scale))[0]
+        ax = panels(plot(seen, color="token", xscale=scale))[0]
         (lines,) = (one for one in ax.collections if hasattr(one, "get_segments"))
         for segment, sigma in zip(lines.get_segments(), lines.get_array(), strict=True):
             assert len(segment) > 20
@@ -188,11 +190,12 @@ def several():
 
 
 def test_shared_axes_are_the_widest_of_all_panels(several):
-    fits, rows = normscope.fit(several), "density,token,channel,residual"
-    shared, alone = (panels(plot(several, fits, rows=rows, share_axes=share)) for share in (True, False))
-    assert {ax.get_xlim() for ax in shared} == {max((ax.get_xlim() for ax in alone), key=lambda limits: limits[1])}
-    assert {ax.get_ylim()[1] for ax in shared[:9]} == {max(ax.get_ylim()[1] for ax in alone[:9])}
-    assert len({ax.get_ylim() for ax in shared[9:]}) == 1 and len({ax.get_ylim() for ax in alone[9:]}) == 3
+    fits, rows = normscope.fit(several, "tanh"), "density,token,residual"
+    shared, alone = (panels(plot(several, fits, color=rows, share_axes=share)) for share in (True, False))
+    for number, side in ((0, min), (1, max)):
+        assert {ax.get_xlim()[number] for ax in shared} == {side(ax.get_xlim()[number] for ax in alone)}
+        assert {ax.get_ylim()[number] for ax in shared[:6]} == {side(ax.get_ylim()[number] for ax in alone[:6])}
+    assert len({ax.get_ylim() for ax in shared[6:]}) == 1 and len({ax.get_ylim() for ax in alone[6:]}) == 3
     greys, sigmas = (
         [{limits(ax) for ax in of_figure} for of_figure in (shared[first : first + 3], alone[first : first + 3])]
         for first, limits in ((0, lambda ax: ax.images[0].get_clim()), (3, lambda ax: ax.collections[0].norm.vmin))

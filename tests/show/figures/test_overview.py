@@ -71,7 +71,7 @@ def words(ax):
 
 
 def foot(figure):
-    return " ".join(figure.texts[-1].get_text().split("\n"))
+    return " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
 
 
 def test_a_row_a_model_and_four_sites_along_its_depth(figure, seen):
@@ -83,7 +83,7 @@ def test_a_row_a_model_and_four_sites_along_its_depth(figure, seen):
         n = capture.stats["blocks.0.norm1"].n_pairs
         weights = re.sub(r", sha256 \w+", "", capture.about["weights"])
         facts = f"demo_vit: LayerNorm, d = 64, pre-norm, {n:,} pairs a panel"
-        assert f"{facts} · weights: {weights} · data: {capture.about['data']}" in foot(figure)
+        assert f"{facts} · weights: {weights} · data: {capture.about['data']}." in figure.caption
     assert figure.get_figwidth() == 7 and figure.get_suptitle() == ""
 
 
@@ -92,14 +92,36 @@ def test_a_compact_plot_is_the_overview_of_one_model(seen, fits):
     assert [len(row) for row in panels(compact)] == [4]
     alone = overview(seen[:1], fits[:1])
     assert [words(ax) for ax in compact.axes] == [words(ax) for ax in alone.axes]
-    assert not any(panels(plot(seen[0], fits[0], compact=True, labels="none"))[0][0].get_title(loc="left"))
+
+
+def test_named_sites_are_all_drawn_in_rows_of_four(seen):
+    chosen = plot(seen[0], compact=True, layers=[0, 1, 2, 4, 6, 7], labels="none")
+    assert [len(row) for row in panels(chosen)] == [4, 2]
+    assert not any(ax.get_title(loc="left") for row in panels(chosen) for ax in row)
+
+
+@pytest.mark.parametrize(("networks", "width"), [(1, 3.25), (2, 3.25), (2, 5.5)])
+def test_a_page_contains_it_and_words_take_little_of_its_height(seen, fits, networks, width):
+    figure = overview(seen[:networks], fits[:networks], width=width)
+    figure.draw_without_rendering()
+    top = max(artist.get_window_extent().y1 for artist in (*figure.legends, *figure.texts))
+    assert figure.get_figheight() <= 9 and top <= 0.15 * figure.bbox.height + 1  # a pixel
+    assert {len(row) for row in panels(figure)} == {2 if width < 5 else 4}
 
 
 def test_parts_of_the_data_are_named():
     seen = [capture_of(["norm"], model="net", part=f"timestep {t}", weights="w") for t in (980, 0)]
     names = [row[0].get_ylabel().split("\n")[0] for row in panels(overview(seen))]
     assert names == ["net · timestep 980", "net · timestep 0"]
-    assert plot(seen[0]).get_suptitle() == "net · timestep 980 · 40 samples"
+    assert plot(seen[0], color="token").get_suptitle() == "net · timestep 980 · 40 samples"
+
+
+def test_rows_of_one_network_are_told_apart_by_their_data():
+    seen = [
+        capture_of(["norm"], model="net", weights="w", data=data) for data in ("12 texts", "12 texts · without token 0")
+    ]
+    names = [row[0].get_ylabel().replace("\n", " ") for row in panels(overview(seen))]
+    assert names == ["net output y", "net without token 0 output y"]
 
 
 def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
@@ -112,12 +134,12 @@ def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
                 colour, _ = STYLES["light"].looks()[fit.curve]
                 line = next(line for line in ax.get_lines() if line.get_color() == colour)
                 np.testing.assert_allclose(line.get_ydata(), fit(torch.from_numpy(np.asarray(line.get_xdata()))))
-                assert {f"{fit.curve} {fit.r2_cv:.3f}", f"{fit.r2_cv:.3f}".lstrip("0")} & {*words(ax)}
+                assert f"{fit.curve} {fit.r2_cv:.3f}" in words(ax)
 
 
 def test_fewer_than_four_sites_make_fewer_panels():
     seen = [capture_of(list("abc"[:n]), model=f"with {n}") for n in (1, 2, 3)]
-    figure = overview(seen, [normscope.fit(capture, "tanh") for capture in seen])
+    figure = overview(seen)
     assert [len(row) for row in panels(figure)] == [1, 2, 3]
     labelled = [[bool(ax.get_xlabel()) for ax in row] for row in panels(figure)]
     assert labelled == [[False], [False, False], [True, True, True]]  # x is named once a column, at its foot
@@ -137,10 +159,10 @@ def test_sites_without_a_fit_are_marked():
     r2 = found[0].r2 if found[0].r2_cv is None else found[0].r2_cv
     assert [words(ax) for ax in rows] == [
         *(["nothing to fit"], ["nothing to fit"]),
-        *([f"tanh {r2:.3f}".replace("0.", "."), "not converged"], []),
+        *(["R²", f"tanh {r2:.3f}", "not converged"], []),
     ]
     assert not rows[0].images and rows[-1].images
-    assert "0 pairs a panel" in foot(figure)
+    assert "0 pairs a panel" in figure.caption
 
 
 def test_odd_names_are_written_as_they_are():
@@ -149,7 +171,8 @@ def test_odd_names_are_written_as_they_are():
     (row,) = panels(odd)
     assert [ax.get_title(loc="left") for ax in row[:2]] == ["a$b_{c}^$", "<b>&"]
     assert row[0].get_ylabel() == "odd$name_{\noutput y"
-    written = [odd.texts[-1], *(ax._left_title for ax in row), row[0].yaxis.label]
+    assert "x" * 1000 in odd.caption and "xxx" not in foot(odd)  # as it would be cut
+    written = [*odd.texts, *(ax._left_title for ax in row), row[0].yaxis.label]
     assert not any(text.get_parse_math() for text in written)
 
 

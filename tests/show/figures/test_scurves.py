@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import matplotlib.colors
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.show.figures.notes import notes_of, remarks
+from normscope.show.figures.notes import lines_above, remarks
 from normscope.show.figures.panel_data import image
 from normscope.show.figures.panels import panels_of
 from normscope.show.figures.scurves import plot
@@ -65,60 +66,80 @@ def test_facts_of_all_panels_are_written_once(figure, seen):
     }
     assert figure.get_suptitle() == "odd$name_{ · random weights · 8 samples"
     assert foot(figure) == [
-        "Input x of norms, and their output y before the affine step",
-        "LayerNorm, d = 64, 15,360 pairs a panel",
+        "R² on held-out pairs, folds by source; ceiling: that of the best function of x",
         f"Lines: {len(drawn)} of 240 tokens, coloured by σ (log scale)",
-        "Above panels: R² on held-out pairs, folds by source; ceiling: that of the best function of x",
+        "LayerNorm, d = 64, 15,360 pairs a panel",
+        "Input x of norms, and their output y before the affine step",
         "weights: random weights, seed 0 · data: noise & <more>",
     ]
     assert len(shown(figure)) == 6
 
 
-@pytest.mark.parametrize("width", [None, 3.25])
+def above(ax):
+    """The texts above a panel, by line, from the top."""
+    ax.figure.draw_without_rendering()
+    lines = {}
+    for text in ax.texts:
+        if "beyond" not in text.get_text():
+            lines.setdefault(-round(text.get_window_extent().y0), []).append(text.get_text())
+    return [" ".join(lines[height]) for height in sorted(lines)]
+
+
 @pytest.mark.parametrize("labels", ["none", "short"])
-def test_headings_have_a_name_and_a_line_of_r2(seen, fits, labels, width):
-    figure = plot(seen, fits, rows="density", labels=labels, width=width)
-    figure.draw_without_rendering()
-    for number, ax in enumerate(shown(figure)):
-        of_site = {fit.curve: f"{fit.r2_cv:.3f}" for fit in fits if fit.site == NAMES[number]}
-        above = [text for text in ax.texts if "beyond" not in text.get_text()]
+def test_headings_have_a_name_and_a_line_of_r2(seen, fits, labels):
+    for number, ax in enumerate(shown(plot(seen, fits, color="density", labels=labels))):
+        of_site = [fit for fit in fits if fit.site == NAMES[number]]
+        numbers = " ".join(f"{fit.curve} {fit.r2_cv:.3f}" for fit in of_site)
+        expected = [f"R² {numbers} ceiling {of_site[0].r2_ceiling:.3f}"]
         assert ax.get_title(loc="left") == ("" if labels == "none" else f"{number}.norm")
-        assert len({text.get_window_extent().y0 for text in above}) == (labels == "short")
-        words = " ".join(text.get_text() for text in above)
-        ceiling = next(f"{fit.r2_ceiling:.3f}" for fit in fits if fit.site == NAMES[number])
-        numbers = [*of_site.values(), ceiling]
-        assert all(r2.lstrip("0") in words for r2 in numbers) == (labels == "short")
-        if labels == "short" and width is None:
-            assert words == f"R² tanh {of_site['tanh']} isru {of_site['isru']} ceiling {ceiling}"
+        assert above(ax) == ([] if labels == "none" else expected)
 
 
 @pytest.mark.parametrize(
     ("inches", "words"),
-    [
-        (3.0, "R² tanh {} isru {} ceiling {}"),
-        (1.7, "tanh {} isru {} ceiling {}"),
-        (1.25, "{} {} ceiling {}"),
-        (0.95, "{} {} / {}"),
-        (0.7, "{} {}"),
-    ],
+    [(3.0, "R² tanh {} isru {} ceiling {}"), (1.5, "R² tanh {} isru {}"), (1.0, "R² {} {}"), (0.5, "R² {} | {}")],
 )
-def test_a_narrow_panel_keeps_the_ceiling_as_long_as_it_has_room(seen, fits, inches, words):
+def test_a_narrow_panel_drops_first_the_ceiling_then_names_and_breaks_the_line_last(seen, fits, inches, words):
     (panel,) = panels_of(seen, seen.sites[:1], fits, STYLES["light"], "linear", inches)
     of_site = [fit for fit in fits if fit.site == NAMES[0]]
     numbers = [f"{value:.3f}" for value in (*(fit.r2_cv for fit in of_site), of_site[0].r2_ceiling)]
-    expected = words.format(*(numbers if inches == 3.0 else [number.lstrip("0") for number in numbers]))
-    (line,) = notes_of(panel, "short")
-    assert " ".join(text for text, _ in line) == expected
-    assert ("after /: the ceiling, that of" in remarks([panel], fits, "short")[0]) == ("/" in words)
+    [[lines]] = lines_above([panel], ["density"], "short")
+    assert " | ".join(" ".join(text for text, _ in line) for line in lines) == words.format(*numbers)
+    looks = STYLES["light"].looks()
+    assert [colour for line in lines for _, colour in line][1:3] == [looks["tanh"][0], looks["isru"][0]]
+    assert ("; ceiling: that of" in remarks([panel], fits, "short")[0]) == ("ceiling" in words)
+
+
+def test_all_panels_have_the_form_that_fits_everywhere(seen, fits):
+    doubtful = [replace(fit, converged=fit.site != NAMES[1]) for fit in fits]
+    panels = panels_of(seen, seen.sites, doubtful, STYLES["light"], "linear", 2.0)
+    first, second = lines_above(panels, ["density"], "short")[0]
+    assert [text.split()[0] for text, _ in first[0]] == ["R²", "tanh", "isru"]  # although its ceiling had room
+    assert [text for text, _ in second[0]][-1] == "not converged"
+
+
+def test_colours_shared_by_curves_do_not_replace_their_names(seen):
+    fits = normscope.fit(seen.only([0]), "tanh,softcap")
+    (panel,) = panels_of(seen, seen.sites[:1], fits, STYLES["light"], "linear", 0.9)
+    [[lines]] = lines_above([panel], ["density"], "short")
+    assert [text.split()[0] for line in lines for text, _ in line] == ["R²", "tanh", "softcap"]
+
+
+@pytest.mark.parametrize("change", [{"x_repeats": True}, {"r2_ceiling": 0.5}], ids=["x repeats", "below the fit"])
+def test_a_ceiling_that_is_too_low_is_not_written(seen, fits, change):
+    assert fits[0].r2_cv > 0.51
+    low = [replace(fit, **change) for fit in fits]
+    for labels in ("short", "full"):
+        assert not any("ceiling" in text for text in texts(plot(seen, low, color="density", labels=labels)))
 
 
 def test_full_labels_have_every_number(seen, fits):
     figure = plot(seen, fits, labels="full")
     density = shown(figure)[0]
     lines = "  ".join(text.get_text() for text in density.texts)
-    assert f"0  {NAMES[0]}" in lines and "LayerNorm d=64  15,360 pairs" in lines
+    assert f"0\u00a0\u00a0{NAMES[0]}" in lines and "LayerNorm d=64  15,360 pairs" in lines
     for fit in (fit for fit in fits if fit.site == NAMES[0]):
-        numbers = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}  s {fit.shift:.3g}  R² {fit.r2:.3f}"
+        numbers = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}  s {fit.shift:.3g}  R² {fit.r2:.3f}".replace("-", "−")
         assert f"{fit.curve}  {numbers}" in lines
         assert f"held out {fit.r2_cv:.3f}" in lines
     assert f"ceiling {fits[0].r2_ceiling:.3f}" in lines
@@ -135,7 +156,7 @@ def functions():
 @pytest.mark.parametrize("labels", ["none", "short", "full"])
 def test_a_point_wise_function_has_its_own_scale_and_saturation_above_it(functions, labels):
     seen, x = functions
-    norm, function = shown(plot(seen, normscope.fit(seen, "tanh"), rows="density", labels=labels))
+    norm, function = shown(plot(seen, normscope.fit(seen, "tanh"), color="density", labels=labels))
     u = 2 * nn.LayerNorm(16, elementwise_affine=False, dtype=torch.float64)(x) + 0.25
     saturated = 100 * (u.abs() > np.sqrt(np.log(20))).double().mean()  # where exp(−u²), erf′ over its peak, is 1/20
     above = ["  ".join(text.get_text() for text in ax.texts) for ax in (norm, function)]
@@ -144,10 +165,10 @@ def test_a_point_wise_function_has_its_own_scale_and_saturation_above_it(functio
 
 
 def test_tokens_of_a_point_wise_function_are_points_without_lines(functions):
-    figure = plot(functions[0], [], rows="token")
+    figure = plot(functions[0], [], color="token")
     norm, function = shown(figure)
     assert any(line.startswith("Lines: ") for line in foot(figure))
-    assert any(line.startswith("Points: ") for line in foot(plot(functions[0].only([1]), [], rows="token")))
+    assert any(line.startswith("Points: ") for line in foot(plot(functions[0].only([1]), [], color="token")))
     lines = [[each for each in ax.collections if isinstance(each, LineCollection)] for ax in (norm, function)]
     assert list(map(len, lines)) == [1, 0]
     points = [[line for line in ax.findobj(Line2D) if line.get_marker() == "o"] for ax in (norm, function)]
@@ -165,16 +186,15 @@ def test_fitted_curves_and_the_bound_are_drawn_where_they_are(figure, seen, fits
     assert {float(line.get_ydata()[0]) for line in ax.get_lines() if line.get_linestyle() == ":"} == {-bound, bound}
 
 
-@pytest.mark.parametrize("title", [None, "none"])
-@pytest.mark.parametrize("suffix", ["txt", "tex"])
+@pytest.mark.parametrize(("suffix", "title"), [("txt", None), ("tex", "none")])
 def test_a_caption_goes_into_a_file_beside_the_figure(seen, fits, tmp_path, suffix, title):
-    figure = plot(seen, fits, caption=suffix, title=title)
+    figure = plot(seen.only([0]), fits, color="density", caption=suffix, title=title)
     assert not [text for text in texts(figure) if "noise" in text or "pairs a panel" in text]
     path = save_figure(figure, tmp_path / "figure.png", seen, dpi=40)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["figure.png", f"figure.{suffix}"]
     caption = path.with_suffix(f".{suffix}").read_text(encoding="utf-8")
     expected = {
-        "txt": ("odd$name_{ · random weights · 8 samples. Input x", "d = 64,", "R² on", "data: noise & <more>.\n"),
+        "txt": ("odd$name_{ · random weights · 8 samples. R² on", "d = 64,", "Input x", "data: noise & <more>.\n"),
         "tex": (
             r"\caption{odd\$name\_\{ \ensuremath{\cdot}",
             r"R\ensuremath{^{2}} on",
@@ -185,18 +205,19 @@ def test_a_caption_goes_into_a_file_beside_the_figure(seen, fits, tmp_path, suff
 
 
 def test_without_a_title_the_file_still_names_its_data(seen, fits, tmp_path):
-    bare = plot(seen, fits, title="none")
+    bare = plot(seen.only([0]), fits, color="density", title="none")
     written = " ".join(texts(bare))
     assert "odd$name_{" not in written and "noise" not in written and "random weights, seed 0" in written
     with Image.open(save_figure(bare, tmp_path / "bare.png", seen, dpi=40)) as image:
         assert json.loads(image.text["Description"])["data"] == "noise & <more>"
+        assert "d = 64, 15,360 pairs a panel" in image.text["Title"] and "noise & <more>" in image.text["Title"]
 
 
 @pytest.mark.parametrize("row", ["density", "token", "channel", "residual"])
 def test_one_panel_goes_into_your_axes_and_stays_inside(seen, fits, row):
     mine = Figure(figsize=(6, 3), layout="constrained")
     ax, other = mine.subplots(1, 2)
-    assert plot(seen, fits, layers=[1], rows=row, ax=ax) is ax
+    assert plot(seen, fits, layers=[1], color=row, ax=ax) is mine
     mine.draw_without_rendering()
     assert ax.has_data() and not other.has_data() and not mine.legends and not mine.texts
     words = [text.get_text() for text in ax.texts if "beyond" not in text.get_text()]
@@ -209,7 +230,7 @@ def test_one_panel_goes_into_your_axes_and_stays_inside(seen, fits, row):
     ("change", "sentence"),
     [
         ({"ax": Figure().subplots()}, "ax takes one row of one site, but there are 3 rows of 2 sites"),
-        ({"rows": "chanel"}, r"no colouring 'chanel'\. Did you mean 'channel'"),
+        ({"color": "chanel"}, r"no colouring 'chanel'\. Did you mean 'channel'"),
         ({"layers": "0"}, r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python"),
         ({"labels": "shrt"}, "no kind of labels 'shrt'. Did you mean 'short'"),
         ({"caption": "tx"}, "no kind of caption 'tx'"),
@@ -225,7 +246,8 @@ def test_refusals(seen, fits, change, sentence):
 
 
 def test_all_letters_are_of_the_font(seen, fits):
-    for figure in (plot(seen, fits, font="DejaVu Serif"), plot(seen, fits, font="DejaVu Serif", compact=True)):
+    for compact in (False, True):
+        figure = plot(seen.only([0]), fits, color="density", font="DejaVu Serif", compact=compact)
         figure.draw_without_rendering()
         assert {text.get_fontfamily()[0] for text in figure.findobj(matplotlib.text.Text)} == {"DejaVu Serif"}
 
@@ -283,14 +305,17 @@ def test_degenerate_straight_and_empty_sites_are_marked():
     fits = normscope.fit(seen, "tanh")
     constant, _, empty = fits
     assert constant.degenerate and empty.degenerate and empty.n_pairs == 0 and empty.r2_ceiling is None
-    figures = {labels: " | ".join(texts(plot(seen, fits, labels=labels))) for labels in ("short", "full")}
+    figures = {
+        labels: " | ".join(texts(plot(seen, fits, color="density", labels=labels))) for labels in ("short", "full")
+    }
     assert [written.count("nothing to fit") for written in figures.values()] == [2, 2]
     assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", figures["full"])
     assert "R² | tanh 1.000 | straight" in figures["short"]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
-def test_files_contain_their_provenance(figure, seen, tmp_path, kind):
+def test_files_contain_their_provenance(seen, fits, tmp_path, kind):
+    figure = plot(seen.only([0]), fits)
     path = save_figure(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
     content = path.read_bytes()
     if kind == "png":
@@ -302,7 +327,7 @@ def test_files_contain_their_provenance(figure, seen, tmp_path, kind):
         assert b"random weights, seed 0" in content
     assert content[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
     if kind == "svg":
-        assert content.count(b"<image") >= 6  # points and densities are rasterized
+        assert content.count(b"<image") >= 3  # points and densities are rasterized
         assert b"noise &amp; &lt;more&gt;" in content
     assert len(content) < 3_000_000
     with pytest.raises(UsageError, match="no figure format 'gif'"):
@@ -313,13 +338,13 @@ def test_files_contain_their_provenance(figure, seen, tmp_path, kind):
 def test_many_sites_are_broken_into_blocks(fits):
     model = nn.Sequential(*(nn.LayerNorm(16) for _ in range(8)))
     seen = normscope.capture(model, [torch.randn(4, 16, generator=torch.Generator().manual_seed(0))])
-    figure = plot(seen, rows="token")
+    figure = plot(seen, color="token")
     assert len(shown(figure)) == 8
     assert figure.get_figwidth() < 16
 
 
 def test_points_of_a_vector_graphic_have_300_dots_an_inch(seen, tmp_path):
-    figure = plot(seen.only([0]), rows="channel", width=2.5)
+    figure = plot(seen.only([0]), color="channel", width=2.5)
     content = save_figure(figure, tmp_path / "figure.pdf", seen, dpi=20).read_bytes()
     inches = shown(figure)[0].get_window_extent().width / figure.dpi
     assert max(int(width) for width in re.findall(rb"/Width (\d+)", content)) > 300 * 0.6 * inches

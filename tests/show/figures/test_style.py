@@ -44,10 +44,10 @@ def test_curves_colours_differ_with_any_colour_vision(style):
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
-def test_no_two_of_thirty_curves_look_alike(style):
-    names = [f"curve_{number}" for number in range(30 - len(style.looks()))]
+def test_no_two_of_48_curves_look_alike(style):
+    names = [f"curve_{number}" for number in range(48 - len(style.looks()))]
     looks = style.looks(names)
-    assert len(looks) == len({repr(look) for look in looks.values()}) == 30
+    assert len(looks) == len({repr(look) for look in looks.values()}) == 48
     assert set(names) <= set(looks)
     assert len(style.looks([f"curve_{number}" for number in range(100)])) > 100  # more begin again
 
@@ -59,6 +59,16 @@ def test_a_curve_looks_the_same_beside_others():
     assert together["tanh"] == ("#D55E00", "-")
     colour, (_, dashes) = together["isru"]
     assert colour == "#0072B2" and len(dashes) == 2
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_curves_that_are_compared_have_hues_of_their_own_and_nothing_else_has_them(style):
+    looks = style.looks(["mine"])
+    compared = ("tanh", "isru", "derf", "hardtanh", "linear", "sigmoid", "arctan", "softsign")
+    assert len({looks[curve][0] for curve in compared}) == len(compared)
+    assert looks["derf"][0] == looks["erf"][0] and looks["mine"][0] not in (looks["tanh"][0], looks["isru"][0])
+    assert {colour for colour, _ in looks.values()} == set(style.curves)
+    assert not {*style.curves} & {*style.channels, style.ink, style.faint, style.background}
 
 
 def test_formulas_are_of_the_font_also_where_they_are_drawn_later(tmp_path):
