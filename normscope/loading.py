@@ -92,7 +92,7 @@ def load(
             raise UsageError(f"{weights} is a swap, which needs its network on one device: leave device_map out.")
     entry = registry.find(name)
     registry.check_numbers(limit, batch_size, seed, workers)
-    registry.check_data(data)
+    registry.check_paths(weights, data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
     from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype

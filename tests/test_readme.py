@@ -91,8 +91,8 @@ def test_the_numbers_of_its_table_are_committed_results():
     fit = found("last norm: tanh A #, α # ± #, held-out R² # ")
     assert_shown(fit, [last[name] for name in ("A", "α", "α ±", "held-out R²")])
     assert_shown(found("any function of x reached: there # "), [last["ceiling"]])
-    tails = [last[name] for name in ("largest |x| over the median", "share of two channels in Σx²")]
-    assert_shown(found("is # times the median; two channels carry # % of Σx²"), tails)
+    tails = [last[name] for name in ("largest |x| over the median", "share of three channels in Σx²")]
+    assert_shown(found("is # times the median; three channels with γ ≈ 0 carry # % of Σx²"), tails)
     swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
     *cosines, texts = found(r"DyT, untrained: output cosine # \(RMSNorm #\), median of # texts")
     assert_shown(cosines, map(statistics.median, swaps))
@@ -160,8 +160,8 @@ CONVERSION = {
     "RMSNorm": "RMSNorm",
     "DyT for all 13, fitted": "DyT, fitted",
     "the same, calibrated": "DyT, calibrated",
-    "DyT for 11 of 13, calibrated (step 2)": "DyT, calibrated, two norms kept",
-    "DyT for all 13, healed (step 3)": "DyT, healed in 30 minutes",
+    "DyT for 11 of 13, calibrated (step 5)": "DyT, calibrated, two norms kept",
+    "DyT for all 13, healed (step 6)": "DyT, healed in 30 minutes",
 }
 CALIBRATION = {
     "`demo_vit`": "demo_vit",

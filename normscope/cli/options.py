@@ -61,7 +61,8 @@ def with_groups(
         run.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
         more = _MORE_OPTIONS if "run" in groups and command.__name__ != "capture" else ""
-        run.epilog = f"Example{'s' * (' · ' in examples)}: {examples}\n\n{more}"  # type: ignore[attr-defined]
+        lines = (*examples.split(" · "), more)  # Typer joins the lines of a paragraph
+        run.epilog = "Examples:\n\n" + "\n\n".join(lines)  # type: ignore[attr-defined]
         return run
 
     return decorated
@@ -92,8 +93,8 @@ _COUNT, _POSITIVE = _number(int, 0, _LARGEST), _number(int, 1, _LARGEST)
 
 
 def _path(text: Any) -> Path:
-    if text == "":  # pathlib takes it for the current folder
-        raise typer.BadParameter("it is empty; name a file or a folder.")
+    if (problem := {"": "it is empty", "-": "streams are not supported"}.get(text)) is not None:
+        raise typer.BadParameter(f"{problem}; name a file or a folder.")
     return Path(text)
 
 
@@ -188,9 +189,7 @@ Limit = Annotated[
     int | None,
     _data("--limit", metavar="N", parser=_POSITIVE, help="Take at most N samples; of a diffusion model, trajectories."),
 ]
-Shuffle = Annotated[
-    bool, _data("--shuffle", help="Take the inputs in an order drawn with --seed, before --limit.", hidden=True)
-]
+Shuffle = Annotated[bool, _data("--shuffle", help="Shuffle the inputs by --seed, before --limit.", hidden=True)]
 Sample = Annotated[
     int | None,
     _data(
@@ -221,7 +220,7 @@ Timesteps = Annotated[
     str | None,
     _diffusion("--timesteps", metavar="N|LIST", help="N timesteps, evenly along the trajectory; or a list: 980,500,0."),
 ]
-By = Annotated[str | None, _diffusion("--by", metavar="timestep", help="Keep the timesteps apart.")]
+By = Annotated[str | None, _diffusion("--by", metavar="timestep", help="Keep the sums of each timestep separately.")]
 
 _CURVES = "tanh (dyt), isru (dyisru), erf, derf, linear (identity), free (E\\[y|x]), or a formula, 'mine=x/(1+abs(x))'"
 Func = Annotated[
@@ -238,17 +237,19 @@ Amplitude = Annotated[
     str, _fit("--amplitude", metavar="HOW", help="free: A is fitted; theory: the curve tends to √d or √(d−1).")
 ]
 Theory = Annotated[
-    bool, _fit("--theory", help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines.")
+    bool, _fit("--theory", help="Fit nothing: A from theory, α from the mean slope of the tokens' lines.")
 ]
 Alpha = Annotated[
     float | None, _fit("--alpha", metavar="NUMBER", parser=_FLOAT, help="Fix α; 1 is the ablation without α.")
 ]
-_SHIFT = "Fit s in f(αx + s), or not; by default it is"
+_SHIFT = "Fit the shift s in f(αx + s), the default, or not"
 Shift = Annotated[bool, _fit("--shift/--no-shift", help=f"{_SHIFT}.")]
-FitShift = Annotated[bool | None, _fit("--shift/--no-shift", help=f"{_SHIFT}, but for --theory and --advise.")]
+FitShift = Annotated[bool | None, _fit("--shift/--no-shift", help=f"{_SHIFT}; --theory and --advise fit none.")]
 WeightsBy = Annotated[
     str,
-    _fit("--weights-by", metavar="HOW", help="pairs: alike; gamma: by γ² (what the next layer sees); x: evenly in x."),
+    _fit(
+        "--weights-by", metavar="HOW", help="Weights: pairs, equal; gamma, γ² (what the next layer sees); x, even in x."
+    ),
 ]
 Advise = Annotated[
     bool, _fit("--advise", help="Recommend start values for a training without norms, per kind of site.")
@@ -268,7 +269,7 @@ Steps = Annotated[
 ]
 Minutes = Annotated[
     float | None,
-    _swap("--minutes", metavar="M", parser=_FLOAT, help="In place of --steps: minutes in all, calibration included."),
+    _swap("--minutes", metavar="M", parser=_FLOAT, help="Minutes in all, calibration included; replaces --steps."),
 ]
 Train = Annotated[str, _swap("--train", metavar="WHAT", help=f"Trained weights: all but embeddings; {_REFITTED}.")]
 Init = Annotated[str, _swap("--init", metavar="START", help=f"Start values: {_STARTS}.")]
@@ -278,7 +279,7 @@ Inits = Annotated[
 Refit = Annotated[str, _swap("--refit", metavar="WHAT", help=f"What calibrated may change: {_REFITTED}.")]
 Keep = Annotated[
     int | None,
-    _swap("--keep", metavar="N", parser=_POSITIVE, help="Leave N norms in place: the most valuable in a partial swap."),
+    _swap("--keep", metavar="N", parser=_POSITIVE, help="Keep N norms, those whose return lowers the error most."),
 ]
 MaxDrift = Annotated[
     float | None,
@@ -286,20 +287,18 @@ MaxDrift = Annotated[
         "--max-drift",
         metavar="D",
         parser=_number(float, 0),
-        help="Leave the fewest norms that keep the median error at most D.",
+        help="Keep the fewest norms for which the median error is at most D.",
     ),
 ]
 SwapPer = Annotated[str, _swap("--per", metavar="LEVEL", help="One A and α per site, or per channel.")]
 SwapShift = Annotated[bool | None, _swap("--shift/--no-shift", help=f"{_SHIFT}.")]
 Full = Annotated[bool, _swap("--full", help="Also time the whole network compiled, and forward + backward.")]
-Quick = Annotated[bool, _swap("--quick", help="Take the fewest timings.")]
+Quick = Annotated[bool, _swap("--quick", help="Take as few timings as possible.")]
 AllSamples = Annotated[
     bool,
     _swap("--all-samples", help="Measure each site alone and the cumulative order on all samples, not on 16 of them."),
 ]
-Restart = Annotated[
-    bool, _swap("--restart", help="Discard what an interrupted healing left beside the folder, and start again.")
-]
+Restart = Annotated[bool, _swap("--restart", help="Discard the progress of an interrupted healing, and start again.")]
 
 Device = Annotated[str, _running("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 …, mps.")]
 DeviceMap = Annotated[
@@ -321,7 +320,7 @@ Dtype = Annotated[
     ),
 ]
 _BatchSizeOption = functools.partial(_running, "--batch-size", metavar="N", parser=_POSITIVE)
-BatchSize = Annotated[int, _BatchSizeOption(help="Samples per forward pass, at most; halved where memory ends.")]
+BatchSize = Annotated[int, _BatchSizeOption(help="Samples per forward pass, at most; halved if memory ends.")]
 HealBatchSize = Annotated[
     int | None, _BatchSizeOption(help="Samples per forward pass, at most; by default 16, and for py: its own batches.")
 ]
@@ -331,7 +330,7 @@ Workers = Annotated[
         "--workers",
         metavar="N",
         parser=_COUNT,
-        help="Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
+        help="Processes that read inputs; 0 for none but this one; the default depends on the device.",
     ),
 ]
 Seed = Annotated[
@@ -340,28 +339,26 @@ Seed = Annotated[
         "--seed",
         metavar="N",
         parser=_number(int, -(2**63), _LARGEST),
-        help="Of random weights, default inputs, --shuffle and drawn samples.",
+        help="Seed of random weights, default inputs, --shuffle and drawn samples.",
         hidden=True,
     ),
 ]
-Verify = Annotated[
-    bool, _running("--verify", help="Recompute every norm's true output from y, and fail where it differs.")
-]
+Verify = Annotated[bool, _running("--verify", help="Recompute every norm's output from y, and fail if it differs.")]
 CheckpointEvery = Annotated[
     float,
     _running(
         "--checkpoint-every",
         metavar="SECONDS",
         parser=_number(float, 0, unit="seconds"),
-        help="How often to save what was captured so far, in FILE.checkpoint.",
+        help="Time between checkpoints in FILE.checkpoint.",
     ),
 ]
-Resume = Annotated[bool, _running("--resume", help="Continue from what an unfinished run saved, if there is any.")]
+Resume = Annotated[bool, _running("--resume", help="Continue from the checkpoint of an unfinished run, if any.")]
 
 Color = Annotated[
     str, _figure("--color", metavar="ROWS", help="Rows: density, token, channel, residual (E\\[y|x] less a fit).")
 ]
-FigureFormat = Annotated[str | None, _figure("--format", metavar="png|svg|pdf", help="Of the figure; by default png.")]
+FigureFormat = Annotated[str | None, _figure("--format", metavar="png|svg|pdf", help="File format; by default png.")]
 Dpi = Annotated[
     int,
     _figure(
@@ -371,13 +368,13 @@ Dpi = Annotated[
         help="Dots per inch; at least 300 of the points within svg and pdf.",
     ),
 ]
-Style = Annotated[str, _figure("--style", metavar="light|dark", help="Of the figure.")]
+Style = Annotated[str, _figure("--style", metavar="light|dark", help="Background of the figure.")]
 Plot = Annotated[
     Path | None,
     _figure("--plot", metavar="PATH", parser=_path, help="Draw it into this .png, .svg or .pdf, or into a folder."),
 ]
 Compact = Annotated[
-    bool, _figure("--compact", help="Draw panels alone, in one figure: rows of four norms for each model.")
+    bool, _figure("--compact", help="Draw one figure of bare panels, four norms to a row for each model.")
 ]
 Xscale = Annotated[
     str,
@@ -388,27 +385,25 @@ ShareAxes = Annotated[
 ]
 Width = Annotated[
     float | None,
-    _figure("--width", metavar="INCHES", parser=_number(float, 2, 100, "inches"), help="A paper's text has 5.5 or so."),
+    _figure("--width", metavar="INCHES", parser=_number(float, 2, 100, "inches"), help="5.5 for a NeurIPS text."),
 ]
 Labels = Annotated[
-    str, _figure("--labels", metavar="none|short|full", help="Above each panel: short names and R², or everything.")
+    str, _figure("--labels", metavar="none|short|full", help="Headings of panels: short names and R², or everything.")
 ]
-Font = Annotated[
-    str | None, _figure("--font", metavar="FAMILY", help="Of all letters in the figure, such as 'Times New Roman'.")
-]
+Font = Annotated[str | None, _figure("--font", metavar="FAMILY", help="Font of all text, such as 'Times New Roman'.")]
 Caption = Annotated[
     str | None,
-    _figure("--caption", metavar="txt|tex", help="Write a caption beside the figure, of what all panels share."),
+    _figure("--caption", metavar="txt|tex", help="Write a caption file beside the figure."),
 ]
 Title = Annotated[
     str | None,
-    _figure("--title", metavar="TEXT|none", help="Above the figure; none leaves out names, weights and data."),
+    _figure("--title", metavar="TEXT|none", help="Title of the figure; none also leaves out names, weights and data."),
 ]
 
 _OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .json)"
 
 _output_to = functools.partial(_output, "--output", "-o", parser=_path)
-TablesFile = Annotated[Path | None, _output_to(metavar="FILE", help=f"In place of the terminal, {_OF_TABLES}.")]
+TablesFile = Annotated[Path | None, _output_to(metavar="FILE", help=f"Instead of the terminal, {_OF_TABLES}.")]
 PlotOutput = Annotated[Path, _output_to(metavar="PATH", help="A folder; or, for one model, the figure's file.")]
 GradientOutput = Annotated[
     Path, _output_to(metavar="PATH", help=f"A folder for figures, or the figure's file; or {_OF_TABLES}.")
@@ -430,7 +425,7 @@ ShownInputs = Annotated[
         "--keep-inputs",
         metavar="N",
         parser=_COUNT,
-        help="Inputs that readers of the report can see, with σ of every token; by default 2.",
+        help="Inputs that the report shows, with σ of every token; by default 2.",
     ),
 ]
 SwapResults = Annotated[
@@ -455,7 +450,7 @@ Force = Annotated[bool, _output("--force", help="Replace the output file even if
 ByGamma = Annotated[bool, _output("--by-gamma", help="Also keep sums weighted by γ², for `fit --weights-by gamma`.")]
 PerChannel = Annotated[bool, _output("--per-channel", help="Also keep sums per channel, for `fit --per channel`.")]
 Channels = Annotated[
-    bool, _output("--channels", help="Also report the channels that set σ and that produce output (a second pass).")
+    bool, _output("--channels", help="Also report the channels that set σ, or produce output (a second pass).")
 ]
 Diagonal = Annotated[
     bool, _output("--diagonal", help="Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.")
@@ -466,12 +461,12 @@ KeepInputs = Annotated[
         "--keep-inputs",
         metavar="N",
         parser=_COUNT,
-        help="Also keep previews of N inputs, for `report`; everybody who has the file can see them.",
+        help="Also keep previews of N inputs, for `report`; anyone with the file can see them.",
     ),
 ]
 Columns = Annotated[
     str | None,
     _output("--columns", metavar="NAMES", callback=_columns, help="Columns of the tables, as headings: site,alpha,r2."),
 ]
-Json = Annotated[bool, _output("--json", help="Print one JSON document on stdout, and nothing else there.")]
-Quiet = Annotated[bool, _output("--quiet", "-q", help="No progress and no remarks; warnings stay.")]
+Json = Annotated[bool, _output("--json", help="Print one JSON document on stdout, and nothing else.")]
+Quiet = Annotated[bool, _output("--quiet", "-q", help="Print warnings only, no progress and no remarks.")]

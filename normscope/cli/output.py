@@ -217,7 +217,7 @@ class Output:
             stats = capture.stats[site.name]
             if left_out := int(stats.nonfinite_tokens):
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
-                self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
+                self.warn(f"{site.name}: {tokens} contain a NaN or an infinity, and are in no sum")
         self.skipped(capture.skipped)
         self.chosen(capture.sites, layers)
 
@@ -278,24 +278,25 @@ class ProgressLines:
 
     def __init__(self, remark: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._remark, self._now = remark, now
-        self._stages: dict[str, tuple[float, int, float]] = {}  # when it began, with how much done; time of a line
+        # Time and amount at the end of the first step, and the time of the next line.
+        self._stages: dict[str, tuple[float | None, int, float]] = {}
 
     def __call__(self, stage: str, done: int, of: int | None) -> None:
         now, is_new = self._now(), stage not in self._stages
+        began, first, next_line = self._stages.get(stage, (None, 0, 0.0))
         if is_new or done == 0:
-            self._stages[stage] = now, done, now + _SECONDS_TO_A_LINE
-        if is_one_step(stage):
-            if is_new:
-                self._remark(stage)
+            began, next_line = None, now + _SECONDS_TO_A_LINE
+        elif began is None:  # the first step may have compiled loops, and predicts nothing
+            began, first = now, done
+        writes = now >= next_line and done != of
+        self._stages[stage] = began, first, now + _SECONDS_BETWEEN_LINES if writes else next_line
+        if is_new and is_one_step(stage):
+            self._remark(stage)
+        if not writes or is_one_step(stage):
             return
-        began, first, next_line = self._stages[stage]
-        if now < next_line or done == of:
-            return
-        self._stages[stage] = began, first, now + _SECONDS_BETWEEN_LINES
-        amount = f"{done:,}"
-        if of is not None:
-            left = timedelta(seconds=round((now - began) / max(1, done - first) * (of - done)))
-            amount += f" of {of:,}, {left} left"
+        amount = f"{done:,}" if of is None else f"{done:,} of {of:,}"
+        if of is not None and began is not None and done > first:
+            amount += f", {timedelta(seconds=round((now - began) / (done - first) * (of - done)))} left"
         self._remark(f"{stage}: {amount}")
 
 

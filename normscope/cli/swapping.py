@@ -60,7 +60,7 @@ class SwapChoice:
         from normscope.swaps.start import RMS_NORM, asked_for
 
         if init not in INITS:
-            raise UsageError(unknown("init", init, INITS))
+            raise UsageError(unknown("initialization", init, INITS))
         start = "fit" if INITS[init].calibrated else init
         curve = asked_for(func, start)
         if per not in _LEVELS:
@@ -137,7 +137,7 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], devic
 
     asked = CALIBRATED in init
     if refit not in REFITS:
-        raise UsageError(unknown("refit", refit, REFITS))
+        raise UsageError(unknown("set of refitted weights", refit, REFITS))
     if not asked and refit != NEIGHBOURS:
         raise UsageError(f"--refit {refit} is what --init calibrated may change; add that, or leave it out.")
     if asked and not any(choice.calibrated for choice in choices):

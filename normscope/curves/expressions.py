@@ -105,7 +105,7 @@ def _curves_of(part: str) -> Sequence[Curve]:
             error = f" {misunderstood}"
         raise UsageError(f"A formula needs a name, such as 'mine={part}'.{error}")
     if part.lower() not in BY_NAME:
-        raise UsageError(unknown("curve", part, [*BY_NAME, *NO_CURVES]))
+        raise UsageError(unknown("curve", part, [*BY_NAME, *NO_CURVES, "NAME=FORMULA"]))
     return [BY_NAME[part.lower()]]
 
 

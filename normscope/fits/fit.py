@@ -242,6 +242,7 @@ def _free(target: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit
     curve = free(moments, target.counts.sum(0), top)
     one = torch.ones(1, dtype=torch.float64)
     errors = goodness(nodes_of(moments[None]), curve, one, one, 0 * one)
+    errors["saturated"] = torch.full((1,), torch.nan)  # where E[y|x] is flat is noise
     return CurveFit(
         **about | {name: float(values) for name, values in errors.items()},
         curve=FREE,

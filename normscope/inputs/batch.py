@@ -27,11 +27,10 @@ _COLOUR_CHANNELS = (1, 3, 4)
 
 # Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
-    "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
-    "normscope.Batch(args=(x,), samples=(normscope.inputs.batch.Sample('image 7', source_index=7, index=7),)) calls "
-    "forward(x). "
-    "Or say how the model is run on what your loader gives: "
-    "normscope.capture(model, loader, forward=lambda model, batch: …)."
+    "Pass a function that runs the model on an entry of your loader: "
+    "normscope.capture(model, loader, forward=lambda model, batch: …). Or pass a normscope.Batch, which names its "
+    "samples and, with one sample, can contain anything: "
+    "normscope.Batch(args=(x,), samples=(normscope.inputs.batch.Sample('image 7', source_index=7, index=7),))."
 )
 
 
@@ -361,7 +360,7 @@ def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward |
             read = signature.read(entry, number)
         for batch in read:
             if not batch.samples:
-                raise DataError(f"Batch {number} holds no sample.")
+                raise DataError(f"Batch {number} contains no sample.")
             if batch.samples[0] is _UNNAMED:
                 data = data or _digest(batch)
                 named = (Sample(f"sample {i}", i, i, data) for i in range(seen, seen + len(batch.samples)))
@@ -439,7 +438,7 @@ class ForwardSignature:
             return [Batch(([image],), samples=(_UNNAMED,)) for image in images]
         args: tuple[Any, ...] = ()
         kwargs: Mapping[str, Any] = {}
-        if isinstance(entry, torch.Tensor):
+        if isinstance(entry, torch.Tensor) or type(entry).__module__ == "numpy":
             args = (entry,)
         elif isinstance(entry, (tuple, list)):
             args = self._in_order(tuple(entry))
@@ -487,7 +486,7 @@ class ForwardSignature:
         if not self.warned and self.name:
             takes = " and ".join(self.positional or sorted(self.named or ())[:3]) or "what it takes"
             logger.warning(
-                "Of each batch %s is left out: the forward of %s takes %s. To pass more, say how: "
+                "Of each batch %s is left out: the forward of %s takes %s. To pass more, use "
                 "forward=lambda model, batch: model(…).",
                 omitted,
                 self.name,
@@ -548,8 +547,8 @@ def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int
 
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in leaves((*args, kwargs), of_lists=True)):
         raise DataError(
-            f"Batch {number} holds a nested tensor, of which norms see tokens of no known sample. Pad it, "
-            "padded = x.to_padded_tensor(0.0), and say which positions are data, bool (samples, positions): "
+            f"Batch {number} contains a nested tensor, whose tokens belong to no known sample. Pad it, "
+            "padded = x.to_padded_tensor(0.0), and mark the positions of data, bool (samples, positions): "
             "normscope.Batch(args=(padded,), samples=samples, valid=valid), with one inputs.batch.Sample for each."
         )
 
@@ -559,13 +558,15 @@ def _count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int
 
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
     if not tensors:
-        raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples. {BY_HAND}")
+        arrays = any(type(value).__module__ == "numpy" for value in (*args, *kwargs.values()))
+        remedy = "Pass its arrays as tensors: torch.from_numpy(x)." if arrays else BY_HAND
+        raise DataError(f"Batch {number} has no tensor whose axis 0 counts samples. {remedy}")
     counting = [tensor for tensor in tensors if len(tensor) != 1] or tensors  # an axis of one serves every sample
     if len({len(tensor) for tensor in counting}) > 1:
         sizes = " and ".join(str(size) for size in dict.fromkeys(len(tensor) for tensor in counting))
         raise DataError(
-            f"The tensors of batch {number} have {sizes} entries along axis 0, so that it cannot be told how many "
-            f"samples it holds. {BY_HAND}"
+            f"The tensors of batch {number} have {sizes} entries along axis 0, so the number of its samples is "
+            f"unknown. {BY_HAND}"
         )
     return len(counting[0])
 

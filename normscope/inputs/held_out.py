@@ -119,7 +119,7 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
     keys = list(dict.fromkeys(_key(sample, by) for sample in samples))
     if len(keys) < 2:
         raise DataError(
-            f"The inputs hold {count(len(keys), 'sample')}; to learn from some and hold others out takes two at least."
+            f"The inputs are {count(len(keys), 'sample')}; at least two are needed, to learn and to measure."
         )
     blocks = (keys[first : first + _BLOCK] for first in range(0, len(keys) - _BLOCK + 1, _BLOCK))
     held = frozenset([block[permutation(_BLOCK, f"held out\0{n}")[0]] for n, block in enumerate(blocks)] or keys[-1:])

@@ -45,7 +45,7 @@ def first_tensor(result: Any, batch: Batch) -> Tensor:
     for value in values if isinstance(values, (tuple, list)) else [values]:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim:
             return value
-    raise ModelError(f"The model returned a {type(result).__name__} that holds no floating-point tensor to compare.")
+    raise ModelError(f"The model returned a {type(result).__name__} that contains no floating-point tensor to compare.")
 
 
 def without_variances(result: Any, batch: Batch) -> Tensor:
@@ -93,7 +93,7 @@ class Task:
     """
 
     measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman", "denoising"] | None = None
-    unmeasured: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
+    unmeasured: str = "the network's task is unknown (in Python, pass quality=, a function of the module)"
     letters: str = ""
     mask_id: int | None = None
     unmasked: frozenset[int] = frozenset()

@@ -144,7 +144,7 @@ def _describe(name: str, repository: Repository) -> tuple[dict[str, Any], DDIMSc
     if pipeline is not None and "transformer" not in pipeline:
         raise ModelError(f"{name} is a {pipeline.get('_class_name')}, which has no transformer.")
     if config is None:
-        raise ModelError(f"{name} holds no transformer in the layout of diffusers: there is no config.json of one.")
+        raise ModelError(f"{name} contains no transformer in the layout of diffusers: there is no config.json of one.")
     kind = config.get("_class_name")
     # Until diffusers 0.28 the second class was all transformers; the published DiT-XL/2 still name it.
     if kind not in _DITS or config.get("norm_type") != "ada_norm_zero":

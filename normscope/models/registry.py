@@ -171,16 +171,19 @@ def find(name: str) -> ModelEntry:
             f"{name!r} is a folder. Name the library of its model, transformers:{name} or diffusers:{name}; a folder "
             f"of `normscope swap` follows the name of its model, MODEL --weights {name}."
         )
-    by_library = f"A model of the hub goes by its library: transformers:{name}, diffusers:{name} or timm:hf-hub:{name}."
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ModelError(f"There is no model {name!r}. {by_library}")
-    names = [entry.name for entry in list_models()]
-    if not difflib.get_close_matches(name, names):
-        from normscope.models.vision import names_like  # imports timm and torch
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        names = [entry.name for entry in list_models()]
+        if not difflib.get_close_matches(name, names):
+            from normscope.models.vision import names_like  # imports timm and torch
 
-        names += names_like(name)
-    error = unknown("model", name, names)
-    raise ModelError(error if "Did you mean" in error else f"{error} {by_library}")
+            names += names_like(name)
+        if "Did you mean" in (error := unknown("model", name, names)):
+            raise ModelError(error)
+    example = name or "OWNER/NAME"
+    raise ModelError(
+        f"There is no model {name!r}; `normscope models` lists the names. A model of the hub goes by its library: "
+        f"transformers:{example}, diffusers:{example} or timm:hf-hub:{example}."
+    )
 
 
 def is_diffusion(name: str) -> bool:
@@ -207,10 +210,11 @@ def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | 
             raise UsageError(f"{option} is {value}; it has to be between {least} and {_MOST}.")
 
 
-def check_data(data: str | Path | None) -> None:
-    """Raise UsageError if the path is empty, DataError if nothing is there."""
-    if data == "":
-        raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
+def check_paths(weights: str | Path, data: str | Path | None) -> None:
+    """Raise UsageError if a path is empty, DataError if there is no data."""
+    for option, path in (("weights", weights), ("data", data)):
+        if path == "":
+            raise UsageError(f"{option} is an empty path. Name a file or a folder, or leave it out.")
     if data is not None and not Path(data).exists():
         raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
 

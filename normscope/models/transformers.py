@@ -159,7 +159,7 @@ def _config(name: str, repository: Repository, options: LoadOptions) -> Any:
         return transformers.AutoConfig.for_model(model_type, **facts)
     content = repository.json("config.json")
     if content is None:
-        raise ModelError(f"{repository.name!r} holds no config.json, and so no model of transformers.")
+        raise ModelError(f"{repository.name!r} contains no config.json, and so no model of transformers.")
     if "auto_map" in content and content.get("model_type") in transformers.CONFIG_MAPPING:
         kind = content["model_type"]
         logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, kind)

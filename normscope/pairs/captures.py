@@ -83,7 +83,9 @@ class Capture(Tabled):
         for key in ("model", "weights", "dtype"):
             mine, theirs = (about.get(key, "not named") for about in (self.about, other.about))
             if mine != theirs:
-                raise DataError(f"Cannot merge captures of different {key}: {mine!r} and {theirs!r}.")
+                raise DataError(
+                    f"Cannot merge captures of different {key.removesuffix('s')}s: {mine!r} and {theirs!r}."
+                )
         samples = [about.get("sample", "all tokens") for about in (self.about, other.about)]
         if samples[0] != samples[1]:
             raise DataError(f"Cannot merge a capture of {samples[0]} with one of {samples[1]}; take the same of both.")

@@ -23,6 +23,10 @@ from normscope.runtime.records import converted
 
 FORMAT = "normscope-capture"
 FORMAT_VERSION = 9
+_OTHER_SUFFIXES = (
+    *(".csv", ".json", ".md", ".tex", ".html", ".png", ".pdf", ".svg"),
+    *(".pt", ".pth", ".ckpt", ".bin", ".npy", ".npz", ".pkl"),
+)
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 _GRIDS = {
     name: [grid.mantissa_bits, grid.low, grid.high]
@@ -208,11 +212,18 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
     Bins and cells without pairs take no space in it.
 
     Raises:
-        UsageError: if it cannot be written there.
+        UsageError: if it cannot be written there, or the path ends in the suffix of another format.
     """
+    check_suffix(path)
     header, tensors = pack(capture)
     write_checked(Path(path), {"format": FORMAT, "version": FORMAT_VERSION, **header}, tensors)
     return Path(path)
+
+
+def check_suffix(path: str | Path) -> None:
+    """Raise UsageError if a path has the suffix of another format."""
+    if (suffix := Path(path).suffix).lower() in _OTHER_SUFFIXES:
+        raise UsageError(f"{path} ends in {suffix}, but a capture's file ends in .safetensors.")
 
 
 def is_capture(path: str | Path) -> bool:

@@ -66,7 +66,9 @@ class Records(list[R], Tabled):
             return Records(_those(self, "site", index))
         if isinstance(index, tuple):
             site, curve = index
-            return _those(_those(self, "site", site), "curve", curve)[0]
+            at_site = _those(self, "site", site)
+            aliased = [fit for fit in at_site if curve in getattr(getattr(fit, "function", None), "aliases", ())]
+            return (aliased or _those(at_site, "curve", curve))[0]
         return Records(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from normscope.curves.expressions import curves_named
-from normscope.curves.known import BEST, FREE, Curve
+from normscope.curves.known import BEST, BY_NAME, FREE, Curve
 from normscope.errors import UsageError, count, unknown, warn
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit as fit_curves
@@ -94,7 +94,7 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
     ('isru', 'best')
     """
     if init not in (names := [name for name, row in INITS.items() if not row.calibrated]):
-        raise UsageError(unknown("init", init, names))
+        raise UsageError(unknown("initialization", init, names))
     name = curve.strip().lower() if isinstance(curve, str) else getattr(curve, "name", None)
     if name in _NORMS:
         raise UsageError(
@@ -102,6 +102,10 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
         )
     if name in (FREE, BEST) and not INITS[init].fits:
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
+    if isinstance(name, str) and name.isidentifier() and isinstance(curve, str):
+        takes = [*BY_NAME, FREE, BEST, RMS_NORM]
+        if name not in (*takes, "all"):
+            raise UsageError(unknown("replacement", curve, [*takes, "NAME=FORMULA"]))
     return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)
 
 

@@ -33,6 +33,9 @@ MISTAKES = [
     ),
     ("plot --data ''", 2, "'--data': it is empty; name a file or a folder."),
     ("plot -o ''", 2, "'--output' / '-o': it is empty; name a file or a folder."),
+    ("curves --plot -", 2, "'--plot': streams are not supported; name a file or a folder."),
+    ("plot demo_vit --weights ''", 2, "weights is an empty path. Name a file or a folder, or leave it out."),
+    ("plot demo_vit --weights notes.txt", 3, "is damaged, no file of weights, or contains Python objects besides"),
     ("plot demo_vit --dtype ''", 2, "There is no dtype ''."),
     ("heal demo_vit -o new --columns kurtosis", 2, "There is no column 'kurtosis'."),
     ("swap demo_vit -o new --columns kurtosis", 2, "There is no column 'kurtosis'."),
@@ -41,7 +44,7 @@ MISTAKES = [
     # models, data and devices
     ("plot demo_vitt", 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit' or 'demo_dit'?"),
     ("plot --data nowhere", 4, "There is no file or folder 'nowhere'"),
-    ("plot --data empty", 4, "holds no image"),
+    ("plot --data empty", 4, "contains no image"),
     ("plot --data broken", 4, "can be read as an image"),
     ("plot py:nowhere.py:make", 4, "There is no file 'nowhere.py' to take a function from"),
     ("timeline nowhere.jsonl", 4, "Cannot read nowhere.jsonl"),
@@ -116,7 +119,9 @@ MISTAKES = [
     ("fit seen.safetensors --weights-by gamma", 4, "by_gamma=True"),
     ("gradient seen.safetensors", 4, "normscope capture --diagonal"),
     # swaps
-    ("swap demo_vit -o new --func dytt", 2, "There is no curve 'dytt'. Did you mean 'dyt'"),
+    ("swap demo_vit -o new --func dytt", 2, "There is no replacement 'dytt'. Did you mean 'dyt'"),
+    ("swap demo_vit -o new --func gelu", 2, "derf, free, best, rmsnorm, NAME=FORMULA."),
+    ("fit demo_vit --func gelu", 2, "free, best, all, NAME=FORMULA."),
     ("swap demo_vit -o new --func free --init paper", 2, "free is what was fitted: there is no paper start of it"),
     ("swap demo_vit -o new --func best --per channel", 2, "--per channel fits one curve in each channel"),
     ("swap demo_vit -o new --shift --init theory", 2, "leave --shift and --no-shift out"),
@@ -125,7 +130,7 @@ MISTAKES = [
     ("swap-bench demo_vit --sites=least:many", 2, "least:8 takes the eight least harmful"),
     ("swap-bench demo_vit --sites least:18", 2, "asks for more norms than there are: 17"),
     (f"swap-bench py:{FACTORIES}:groups --func rmsnorm --device cpu", 3, "rmsnorm cannot take the place of"),
-    ("swap-bench demo_vit --init best", 2, "There is no init 'best'"),
+    ("swap-bench demo_vit --init best", 2, "There is no initialization 'best'"),
     ("swap demo_vit -o new --func rmsnorm --init calibrated", 2, "There is no calibrated start of rmsnorm"),
     ("swap demo_vit -o new --refit norms", 2, "--refit norms is what --init calibrated may change"),
     ("swap demo_vit -o new --keep 2 --max-drift 0.1", 2, "give one of them"),
@@ -135,9 +140,9 @@ MISTAKES = [
     ("swap demo_vit -o new --keep 2 --layers least:4", 2, "--layers least:4 and --keep both choose norms"),
     ("swap-bench demo_vit --quick --full", 2, "leave --full out"),
     ("swap-bench demo_vit --weights swapped", 2, "a swap leaves 17 point-wise functions"),
-    ("heal demo_vit -o new --minutes -1", 2, "minutes is -1.0: it is a time, more than 0"),
-    ("heal demo_vit -o new --minutes 2 --steps 9", 2, "9 steps and 2.0 minutes both say how long"),
-    ("heal demo_vit -o new --train norm", 2, "Did you mean 'norms'"),
+    ("heal demo_vit -o new --minutes -1", 2, "minutes has to be a time above 0, not -1.0."),
+    ("heal demo_vit -o new --minutes 2 --steps 9", 2, "9 steps and 2.0 minutes are two lengths of one training"),
+    ("heal demo_vit -o new --train norm", 2, "There is no set of trained weights 'norm'. Did you mean 'norms'"),
 ]
 
 

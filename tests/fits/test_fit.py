@@ -173,6 +173,7 @@ def test_free_is_the_mean_of_y_at_x_and_no_curve_beats_it(observed, every_fit):
         y = y.ravel()
         assert free.r2 == pytest.approx(1 - off @ off / ((y - y.mean()) @ (y - y.mean())), abs=2e-4)
         assert free.as_dict()["amplitude"] is None and free.rank is None
+        assert math.isnan(free.saturated)
 
 
 def test_best_is_the_curve_that_predicts_held_out_folds_best(observed, every_fit):

@@ -103,7 +103,7 @@ def layer_norm_of(generator, sources, spread, tokens=8, d=32):
 @pytest.mark.slow
 @pytest.mark.parametrize("curve", ["tanh", "isru", "hardtanh"])
 def test_intervals_cover_the_truth_in_95_percent(target_of, curve):
-    """64 sources a data set; the truth is the fit to 20,000 of them. docs/methods.md has harder cases."""
+    """64 sources a data set; the truth is the fit to 20,000 of them."""
     generator = np.random.default_rng(0)
     [(_, everything)] = batches([target_of(*layer_norm_of(generator, 20_000, 0.2))])
     [truth], _ = fitted(everything, CURVES[curve], FitForm())

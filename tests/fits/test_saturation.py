@@ -201,6 +201,7 @@ def test_the_modules_own_function_joins_its_fits(everything):
         torch.testing.assert_close(fit(x), plain(modules[fit.site], x).detach())
     # The fit of the module's own curve finds it.
     tanh = fits["sites.dyt", "tanh"]
+    assert fits["sites.dyt", "dyt"] is tanh
     assert (tanh.amplitude, tanh.alpha) == pytest.approx((1, 0.7), rel=1e-3)
     assert tanh.saturated == pytest.approx(own[0].saturated, abs=2e-3)
 

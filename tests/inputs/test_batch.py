@@ -23,8 +23,14 @@ def test_an_axis_of_one_serves_every_sample():
 def test_entries_without_a_number_of_samples_are_refused():
     with pytest.raises(DataError, match="have 4 and 8 entries along axis 0"):
         list(as_batches([(torch.zeros(4, 2), torch.zeros(8, 2))]))
-    with pytest.raises(DataError, match="holds no tensor whose axis 0 counts samples"):
+    with pytest.raises(DataError, match="has no tensor whose axis 0 counts samples"):
         list(as_batches([(2, "text")]))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
+def test_arrays_of_numpy_are_refused_with_their_conversion(wrap):
+    with pytest.raises(DataError, match=r"Pass its arrays as tensors: torch\.from_numpy\(x\)\.$"):
+        list(as_batches([wrap(torch.zeros(4, 2).numpy())]))
 
 
 def test_first_divides_nested_arguments():

@@ -87,7 +87,7 @@ def test_one_warning_names_the_omitted_entries(caplog):
     (record,) = caplog.records
     omitted = "Of each batch entry 1 (int64 (2,)) is left out: the forward of Masked takes x and attn_mask."
     assert record.getMessage().startswith(omitted)
-    assert record.getMessage().endswith("To pass more, say how: forward=lambda model, batch: model(…).")
+    assert record.getMessage().endswith("To pass more, use forward=lambda model, batch: model(…).")
 
 
 @pytest.mark.slow

@@ -116,8 +116,8 @@ def test_equal_names_in_two_data_sets_are_two_sources():
     [
         (iter([torch.zeros(4, 8)]), r"The inputs can be iterated only once, .* pass a list of batches"),
         ((torch.zeros(4, 8) for _ in range(2)), "The inputs can be iterated only once"),
-        ([], "The inputs hold 0 samples; to learn from some"),
-        ([torch.zeros(1, 8)], "The inputs hold 1 sample; to learn from some and hold others out takes two"),
+        ([], "The inputs are 0 samples; at least two are needed"),
+        ([torch.zeros(1, 8)], "The inputs are 1 sample; at least two are needed, to learn and to measure."),
     ],
 )
 def test_refusals(inputs, error):

@@ -105,7 +105,7 @@ def test_first_tensor(returned):
 @pytest.mark.parametrize("returned", [INTEGERS, (), None])
 def test_outputs_without_a_floating_point_tensor_are_refused(returned):
     kind = type(returned).__name__
-    with pytest.raises(ModelError, match=rf"returned a {kind} that holds no floating-point tensor to compare\."):
+    with pytest.raises(ModelError, match=rf"returned a {kind} that contains no floating-point tensor to compare\."):
         first_tensor(returned, Batch())
 
 

@@ -124,7 +124,7 @@ def test_refusals_of_configurations(pipeline, file, changes, sentence):
 
 def test_folders_without_a_transformer(pipeline, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="holds no transformer in the layout of diffusers"):
+    with pytest.raises(ModelError, match="contains no transformer in the layout of diffusers"):
         loaded(tmp_path / "empty")
     (pipeline / WEIGHTS).unlink()
     with pytest.raises(ModelError, match=r"has neither .*\.safetensors nor .*\.bin\. Name a file with --weights"):

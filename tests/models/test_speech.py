@@ -225,7 +225,7 @@ def test_published_code_is_not_run(tiny_bundle, download_server, monkeypatch, tm
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     code = serialized({"weight": RunsWhenUnpickled(tmp_path / "trace")})
     download_server.files = {"torchaudio/models/wav2vec2_fairseq_base_ls960.pth/": code}
-    with pytest.raises(ModelError, match=r"ls960\.pth.* holds Python objects besides tensors"):
+    with pytest.raises(ModelError, match=r"ls960\.pth.* contains Python objects besides tensors"):
         load("wav2vec2_base", device="cpu")
     assert not (tmp_path / "trace").exists()
 
@@ -250,8 +250,8 @@ def test_a_broken_download_is_named_and_can_be_removed(tiny_bundle, download_ser
 def test_weights_that_cannot_be_had():
     sentence = (
         "The weights https://download.pytorch.org/torchaudio/models/wav2vec2_fairseq_large_ls960.pth cannot be "
-        "fetched: HTTPError: HTTP Error 404: Not Found. Name a file with --weights FILE, take --weights random, or "
-        "use an embedded model, which needs no network: normscope plot demo_wav2vec2."
+        "fetched: HTTPError: HTTP Error 404: Not Found. Use --weights FILE or --weights random; or an embedded "
+        "model, which needs no network: normscope plot demo_wav2vec2."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         load("wav2vec2_large", device="cpu")

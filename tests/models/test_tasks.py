@@ -89,7 +89,7 @@ def test_names_of_ones_own_classes(tmp_path):
     [
         (["a.png"], "not every image at '.*' lies in a sub-folder that would name its class"),
         (["1/a.png", "b.png"], "not every image at"),
-        (["1/a.png", "10/b.png"], "cannot be told which of the 10 classes the sub-folders 1, 10 of"),
+        (["1/a.png", "10/b.png"], "unknown which of the 10 classes the sub-folders 1, 10 of"),
         (["cats/a.png", "dogs/b.png"], "the sub-folders cats, dogs of .* mean"),
         (["²/a.png"], "the sub-folders ² of"),
         (["n01440764/a.png"], "the sub-folders n01440764 of"),

@@ -272,9 +272,9 @@ def test_batches_that_are_no_arguments_name_a_batch_that_works(model, entry):
     [
         ([], DataError, "no batch"),
         ([3], DataError, "Batch 0 is a int"),
-        ([{"scale": 2.0}], DataError, "holds no tensor"),
-        ([torch.zeros(0, 10, 6)], DataError, "Batch 0 holds no sample"),
-        ([Batch((torch.zeros(2, 10, 6),))], DataError, "Batch 0 holds no sample"),
+        ([{"scale": 2.0}], DataError, "has no tensor"),
+        ([torch.zeros(0, 10, 6)], DataError, "Batch 0 contains no sample"),
+        ([Batch((torch.zeros(2, 10, 6),))], DataError, "Batch 0 contains no sample"),
     ],
 )
 def test_batches_without_samples_are_refused(batches, error, sentence):

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import nn
 
 import normscope
-from normscope.errors import DataError
+from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Sample
 from normscope.pairs.storage import load_capture, save_capture
 from normscope.runtime.checked_files import read_checked, write_checked
@@ -162,6 +162,13 @@ def test_group_that_saw_only_nonfinite_tokens(tmp_path):
     (card,) = normscope.norm_cards(seen)
     assert card.tails.largest == float(own.reach.max())
     assert {channel.channel for channel in card.tails.channels} <= set(range(4, 8))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".NPZ", ".csv"])
+def test_the_suffix_of_another_format_is_refused(seen, tmp_path, suffix):
+    with pytest.raises(UsageError, match=f"ends in {suffix}, but a capture's file ends in .safetensors"):
+        save_capture(seen, tmp_path / f"seen{suffix}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_breaks_off_or_is_another_is_refused(file, tmp_path):

@@ -49,9 +49,9 @@ def with_sites(seen, **values):
 
 
 REFUSED = {
-    "model": (lambda seen: changed(seen, model="vit_b16"), "different model: 'demo_vit' and 'vit_b16'"),
+    "model": (lambda seen: changed(seen, model="vit_b16"), "different models: 'demo_vit' and 'vit_b16'"),
     "weights": (lambda seen: changed(seen, weights="random"), "different weights: .* and 'random'"),
-    "dtype": (lambda seen: changed(seen, dtype="bfloat16"), "different dtype: 'float32' and 'bfloat16'"),
+    "dtype": (lambda seen: changed(seen, dtype="bfloat16"), "different dtypes: 'float32' and 'bfloat16'"),
     "sample": (lambda seen: changed(seen, sample="a sample of 3"), "all tokens with one of a sample of 3"),
     "layers": (lambda seen: seen.only(2), "different norm sites: .* is in one alone"),
     "eps": (lambda seen: with_sites(seen, eps=0.5), r"different norm sites: the eps of .* is 1e-06 and 0\.5"),

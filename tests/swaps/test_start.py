@@ -141,8 +141,8 @@ def test_a_site_without_a_fit_can_be_left_out(tanh):
 
 
 NO_STARTS = [
-    (lambda seen, fits: starts("tanh", seen, "theroy"), "init 'theroy'"),
-    (lambda seen, fits: starts("tahn", seen), "curve 'tahn'"),
+    (lambda seen, fits: starts("tanh", seen, "theroy"), "initialization 'theroy'"),
+    (lambda seen, fits: starts("tahn", seen), "replacement 'tahn'. Did you mean 'tanh'"),
     (lambda seen, fits: starts("tanh,isru", seen), r"names 2\.$"),
     (lambda seen, fits: starts("free", seen, "paper"), "free is what was fitted: there is no paper start of it"),
     (lambda seen, fits: starts("isru", fits), r"None of the fits is of isru\. Fit it first"),

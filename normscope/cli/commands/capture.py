@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
 
 
-_RESULT_SUFFIXES = (".csv", ".json", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
-
-
 @options.with_groups(
     "normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
     "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume",
@@ -105,16 +102,14 @@ def merge(files: options.Captures, output: options.MergeOutput, *, force: option
 
 def _check_capture_file(path: Path, force: bool) -> None:
     """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
-    check_writable(path)
-    if path.suffix.lower() in _RESULT_SUFFIXES:
-        raise UsageError(f"{path} ends in {path.suffix}, but a capture's file ends in .safetensors.")
-    if path.exists() and not force:
-        from normscope.pairs.storage import is_capture
+    from normscope.pairs.storage import check_suffix, is_capture
 
-        if not is_capture(path):
-            raise UsageError(
-                f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
-            )
+    check_writable(path)
+    check_suffix(path)
+    if path.exists() and not force and not is_capture(path):
+        raise UsageError(
+            f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
+        )
 
 
 def _print(seen: Capture, path: Path, more: dict[str, Any], out: Output) -> None:

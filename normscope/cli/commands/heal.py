@@ -135,7 +135,7 @@ def heal(
 
 
 def _remark_on(check: TrainingCheck, out: Output) -> None:
-    values = {"loss": check.loss, "drift on the samples that decide": check.drift}
+    values = {"loss": check.loss, "drift on validation inputs": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
     out.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['state not kept']))}")
 

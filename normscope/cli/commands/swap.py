@@ -92,8 +92,12 @@ def swap(
         meter.add("swapped", swapped)
     all_starts = starts(replacement.curve, fits, replacement.begin)
     rows = [_row(start, fits, func) for start in all_starts if start.norm.name in chosen]
-    if report is not None:
-        rows = [{**row, **_after_calibration(swapped.get_submodule(row["site"]))} for row in rows]
+    for row in rows if report is not None else ():
+        module = swapped.get_submodule(row["site"])
+        if isinstance(module, normscope.PointwiseFunction):  # its weights are no longer γ times one number A
+            medians = {name: tensor.median().item() for name, tensor in module.named_parameters()}
+            row |= dict.fromkeys(("amplitude", "r2", "weights_by"))
+            row |= {"alpha": medians["alpha"], "shift": medians.get("shift"), "straight": False}
     about = source.about
     folder = normscope.save_swapped(swapped, output, about, func=func, init=replacement.start or None, kept=choice)
     out.heading(about)
@@ -146,15 +150,6 @@ def _held_out_errors(source: swapping.SwapSource, swapped: nn.Module, measure: s
         f"90th percentile, on {held_out.description}"
     )
     return quantiles
-
-
-def _after_calibration(module: nn.Module) -> dict[str, Any]:
-    """Return α and s of a module after calibration; its weights are no longer γ times one number A."""
-    if not isinstance(module, normscope.PointwiseFunction):
-        return {}
-    shift = None if module.shift is None else module.shift.median().item()
-    alpha = module.alpha.median().item()
-    return {"amplitude": None, "alpha": alpha, "shift": shift, "r2": None, "straight": False, "weights_by": None}
 
 
 def _print_calibration(report: CalibrationReport, out: Output) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,8 @@ def swap_bench(
     out: Output,
 ) -> None:
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
+    # torch.utils.benchmark warns of a CUDA toolkit without a GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from normscope.models.weights.devices import resolve_device
     from normscope.tools.bench.bench import in_words
 

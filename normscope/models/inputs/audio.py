@@ -84,7 +84,7 @@ def _decoded(file: BinaryIO, taken: AudioFormat) -> Tensor:
         raise DataError(f"libsndfile cannot read it ({error.error_string.strip().rstrip('.')})") from error
     length = waveform.shape[1]
     if not length:
-        raise DataError("it holds no samples")
+        raise DataError("it contains no samples")
     if length < promised:
         raise DataError(f"it breaks off after {length:,} of {promised:,} samples")
     if taken.channels != len(waveform):
@@ -97,7 +97,7 @@ def _decoded(file: BinaryIO, taken: AudioFormat) -> Tensor:
 
         waveform = cast(Tensor, resample(waveform, rate, taken.sample_rate))
     if not waveform.isfinite().all():
-        raise DataError("it holds samples that are no finite numbers")
+        raise DataError("it contains samples that are no finite numbers")
     length = waveform.shape[-1]
     if length < taken.shortest:
         raise DataError(

@@ -371,7 +371,7 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
     others = len(files) - len(matching)
     if not matching:
         only = f", only {count(others, 'other file')}" if others else ""
-        raise DataError(f"The folder {str(root)!r} holds no {noun}{only}.")
+        raise DataError(f"The folder {str(root)!r} contains no {noun}{only}.")
     return matching, others
 
 

@@ -145,7 +145,7 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
     classes = _numbered(folders, number, names)
     if classes is None:
         return Task(
-            unmeasured=f"it cannot be told which of the {number:,} classes the sub-folders {first_few(folders)} of "
+            unmeasured=f"it is unknown which of the {number:,} classes the sub-folders {first_few(folders)} of "
             f"{str(inputs.root)!r} mean (name them by number, from 0)"
         )
     inputs.classes = classes

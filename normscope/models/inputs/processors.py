@@ -54,8 +54,8 @@ def load_processor(library: Any, name: str, repository: Repository, automatic: A
     whole = automatic == "AutoProcessor"
     if not has_processor(repository):
         raise ModelError(
-            f"{repository.name!r} holds no {_CONFIGS[1]} and no {_CONFIGS[0]}, so that no {_READS[automatic]} can be "
-            f"made ready for {name}. Save the processor beside the model: processor.save_pretrained(DIR)."
+            f"{repository.name!r} contains no {_CONFIGS[1]} and no {_CONFIGS[0]}, so that no {_READS[automatic]} can "
+            f"be made ready for {name}. Save the processor beside the model: processor.save_pretrained(DIR)."
         )
     filenames = (*_CONFIGS, *(_FURTHER if whole else ()))
     for filename in filenames:
@@ -95,7 +95,7 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
         kwargs = arguments(processed, module)
         mask = processed.get("pixel_mask")
         if mask is not None and not bool(mask.all()):
-            raise DataError("the model's processor pads it, and which tokens are padding cannot be told")
+            raise DataError("the model's processor pads it, and does not mark which tokens are padding")
         if masks(config):
             # A masked autoencoder sorts patches by this noise: integers, as half precision has ties.
             size = config.patch_size
@@ -220,7 +220,7 @@ def processed_recordings(
     }
     if options.data is None:
         samples, waveforms, transcripts, total = utterances(audio_format)
-        of = ", ".join((total, *(("each with what it says",) if has_decoder else ()), *silence))
+        of = ", ".join((total, *(("each with its transcript",) if has_decoder else ()), *silence))
         return InMemory(list(map(processor, waveforms, transcripts)), samples, of, options, **described)
     return Files(
         "recording",

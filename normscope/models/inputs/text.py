@@ -56,7 +56,7 @@ class Tokenization:
         parameters = inspect.signature(module.forward).parameters
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._options = {"use_cache": False} if anything or "use_cache" in parameters else {}
-        self.remarks = ["UTF-8 bytes as tokens, for want of its tokenizer"] if tokenizer is None else []
+        self.remarks = ["UTF-8 bytes as tokens, without its tokenizer"] if tokenizer is None else []
         if self._encodes_and_decodes:
             self.remarks.append("the decoder reads the same text")
 
@@ -140,7 +140,7 @@ class Texts(_Tokenized):
         self._lines = np.fromiter(lines, np.dtype((np.int64, 3)))
         total, n_files = len(self._lines), count(len(self._documents), "file")
         if not total:
-            raise DataError(f"{name} holds no text: {n_files} without a line that is not blank.")
+            raise DataError(f"{name} contains no text: {n_files} without a line that is not blank.")
         super().__init__(tokenization, total, options, name=name, of=count(total, "text"), others=others)
 
     def texts(self, number: int) -> Sequence[str]:
@@ -201,7 +201,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository) -> Any:
     """Return the tokenizer beside a model; ModelError if there is none, or it asks for code of its own."""
     paths = [repository.file(filename) for filename in _TOKENIZER_FILES]
     if paths[-1] is None:
-        raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
+        raise ModelError(f"{repository.name!r} contains no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
     try:
         return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
@@ -292,7 +292,7 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
     columns = first if headed else list(_COLUMNS)
     pairs = [_pair(f"Line {line} of {str(path)!r}", row, columns) for line, row in rows[headed:]]
     if not pairs:
-        raise DataError(f"{str(path)!r} holds no pair of sentences.")
+        raise DataError(f"{str(path)!r} contains no pair of sentences.")
     return pairs
 
 

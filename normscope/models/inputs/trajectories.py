@@ -328,7 +328,7 @@ class NoisedLatents(InputDataset):
         tensors = _read(path)
         if "latents" not in tensors:
             names = ", ".join(sorted(tensors)) or "none at all"
-            raise DataError(f"{str(path)!r} holds no tensor 'latents', only {names}.")
+            raise DataError(f"{str(path)!r} contains no tensor 'latents', only {names}.")
         self._latents = latents = _checked_shape(path, tensors["latents"], space)
         self._labels, self._remark = torch.full((len(latents),), space.classes), "null class"
         if "class_labels" in tensors:
@@ -337,7 +337,7 @@ class NoisedLatents(InputDataset):
         super().__init__(len(latents), options)
         for number in self.order:
             if not latents[number].float().isfinite().all():
-                raise DataError(f"Latent {number} in {str(path)!r} holds numbers that are infinite or not a number.")
+                raise DataError(f"Latent {number} in {str(path)!r} contains numbers that are infinite or not a number.")
 
     @property
     def description(self) -> str:

@@ -124,8 +124,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
         if isinstance(error.__cause__ or error, pickle.UnpicklingError):
             raise ModelError(
-                f"The weights file {str(path)!r} is damaged, or holds Python objects besides tensors. Those would "
-                "have to be unpickled, which can run any code; save the model's state_dict() alone, best as "
+                f"The weights file {str(path)!r} is damaged, no file of weights, or contains Python objects besides "
+                "tensors, and unpickling these can run any code. Save the model's state_dict() alone, best as "
                 "safetensors."
             ) from error
         kind = "safetensors file" if path.suffix == ".safetensors" else "torch checkpoint"
@@ -134,7 +134,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             f"({type(error).__name__})."
         ) from error
     if not state_dict or not all(isinstance(value, Tensor) for value in state_dict.values()):
-        raise ModelError(f"The weights file {str(path)!r} holds no state dict: a dict of tensors by name.")
+        raise ModelError(f"The weights file {str(path)!r} contains no state dict: a dict of tensors by name.")
     return dict(state_dict)
 
 

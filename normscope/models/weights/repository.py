@@ -73,12 +73,9 @@ class NotFetchedError(ModelError):
     """A file is neither on the hub nor in the cache, or the hub does not answer."""
 
 
-def remedies_offline(example: str = "demo_vit") -> str:
+def remedies_offline(example: str = "demo_vit", replacement: str = "--weights FILE or --weights random") -> str:
     """Remedies without a network; ``example`` is the embedded model nearest to the requested one."""
-    return (
-        "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
-        f"network: normscope plot {example}."
-    )
+    return f"Use {replacement}; or an embedded model, which needs no network: normscope plot {example}."
 
 
 def fetch(repo: str, filename: str, commit: str | None = None) -> tuple[Path, str]:
@@ -98,7 +95,8 @@ def fetch(repo: str, filename: str, commit: str | None = None) -> tuple[Path, st
         cached = try_to_load_from_cache(repo, filename, revision=commit)
         reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         if not isinstance(cached, str):
-            remedy = f"Name a folder of this machine that contains it. {remedies_offline()}"
+            settings = () if filename.endswith(".safetensors") else ("demo_vit", f"a folder in place of {repo}")
+            remedy = remedies_offline(*settings)
             if repo in COPIES:
                 remedy += f" {COPIES[repo].remedy}"
             raise NotFetchedError(f"{filename} of {repo} cannot be fetched: {reason}. {remedy}") from error
@@ -183,7 +181,7 @@ class Repository:
         except ValueError as error:
             raise self.failure(f"The file {filename} of {self.name} is no JSON", error) from error
         if not isinstance(content, dict):
-            raise ModelError(f"The file {filename} of {self.name} holds no JSON object.")
+            raise ModelError(f"The file {filename} of {self.name} contains no JSON object.")
         return content
 
     def weights(self) -> list[Path]:
@@ -196,7 +194,7 @@ class Repository:
             pickled = sorted(path for path in folder.iterdir() if path.suffix in _PICKLES) if self.is_folder else []
             remedy = f"--weights {pickled[0]}" if pickled else "--weights FILE, or take --weights random"
             raise ModelError(
-                f"The {'folder' if self.is_folder else 'repository'} {self.name!r} holds neither {WEIGHTS} nor "
+                f"The {'folder' if self.is_folder else 'repository'} {self.name!r} contains neither {WEIGHTS} nor "
                 f"{INDEX}; other formats, which can run code, are not taken. Name a file, which is read without "
                 f"unpickling any code, with {remedy}."
             )

@@ -289,21 +289,21 @@ def _keep_series(report: KeepReport, theme: Style) -> list[_Series]:
     tried = [step for step in report.steps if not calibrated or step.kept != len(report.kept)]
     return [
         (
-            f"start values, on {count(report.n_chosen_on, 'sample')} of the choice",
+            f"uncalibrated, {count(report.n_chosen_on, 'input')} used to choose",
             [(step.kept - _ASIDE, step.error) for step in report.taken],
             {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots},
         ),
         (
-            f"start values, on {n_held_out} held-out samples",
+            f"uncalibrated, {n_held_out} held-out inputs",
             [(step.kept + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None],
             held_out,
         ),
         (
-            "calibrated, on samples that decide its state",
+            "calibrated, validation inputs",
             [(step.kept, step.worked_on) for step in tried if step.worked_on is not None],
             {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4},
         ),
-        ("calibrated, on the held-out samples", [*calibrated], {**held_out, "mfc": theme.background, "ms": 4}),
+        ("calibrated, held-out inputs", [*calibrated], {**held_out, "mfc": theme.background, "ms": 4}),
     ]
 
 

@@ -130,7 +130,7 @@ def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
         for heading, cell in list(zip(table.headings, table.rows[0], strict=True))[1:]:
             yield heading, f"{cell} ({definitions('stats')[heading]})"
     if card.degenerate or card.tails is None:
-        yield "nothing to say", card.degenerate or ""
+        yield "no numbers", card.degenerate or ""
         return
     if card.scale is not None:
         yield from _scale_answers(card, card.scale)
@@ -150,7 +150,7 @@ def _scale_answers(card: NormCard, scale: Scale) -> Iterator[tuple[str, str]]:
     if scale.holds_to_p50 is not None:
         yield "eps", f"lowers y by 1 % or more for {touched} of the tokens"
         half = _number(scale.holds_to_p50)
-        yield "y(c·x) = y(x)", f"to 1 % down to c = {holds_to} for 99 % of the tokens, {half} for half"
+        yield "x can shrink", f"to {holds_to} of it before y changes by 1 %, for 99 % of the tokens; {half} for half"
     linear = "no tanh was found" if card.linear is None else f"{_share(card.linear)} of the pairs"
     yield "linear range", "all pairs: they do not bend" if card.straight else linear
 
@@ -160,8 +160,8 @@ def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
     ratio = f"{_number(tails.ratio)} times the median, {_number(tails.median)}" if tails.median > 0 else "median 0"
     yield "largest |x|", f"{_number(tails.largest)} in channel {tails.channel}, {ratio}"
     if tails.beyond_100 is not None and tails.massive is not None:
-        yield "far out", f"{tails.beyond_100:,} pairs beyond 100 times the median, {tails.beyond_1000:,} beyond 1000"
-        yield "massive activations", f"{tails.massive:,} (beyond 100 and beyond 1000 times the median)"
+        yield "far out", f"|x| > 100 × the median at {tails.beyond_100:,} pairs, > 1000 × at {tails.beyond_1000:,}"
+        yield "massive activations", f"{tails.massive:,} (|x| > 100 and |x| > 1000 × the median)"
     for place, channel in enumerate(tails.channels):
         text = f"{channel.channel}: {_share(channel.share)} of Σx², from {_number(channel.low)} to"
         yield "" if place else "channels", f"{text} {_number(channel.high)}"

@@ -46,11 +46,11 @@ def fits_table(fits: Sequence[CurveFit]) -> TextTable:
         Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=2 if functions else 10),
         Column("rank", rank, drop=5),
     ]
-    return table_of(fits, columns, caption=_caption(fits), about="fit", remark=_nothing, named=2)
 
+    def nothing(fit: CurveFit) -> str | None:
+        return fit.nothing and f"{fit.site}: {fit.nothing}"
 
-def _nothing(fit: CurveFit) -> str | None:
-    return fit.nothing and f"{fit.site}: {fit.nothing}"
+    return table_of(fits, columns, caption=_caption(fits), about="fit", remark=nothing, named=2)
 
 
 def channels_table(fits: Sequence[CurveFit]) -> TextTable:

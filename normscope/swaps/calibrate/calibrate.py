@@ -122,7 +122,7 @@ def calibrate(
     (True, ['1', '2'])
     """
     if refit not in REFITS:
-        raise UsageError(unknown("refit", refit, REFITS))
+        raise UsageError(unknown("set of refitted weights", refit, REFITS))
     if isinstance(original, LoadedModel) and learn is None:
         learn = original.inputs if original.calibration is None else original.calibration
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)

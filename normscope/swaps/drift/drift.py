@@ -253,7 +253,7 @@ def _to_learn_from(
 
 def _check_calibrated(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
     if refit not in REFITS:
-        raise UsageError(unknown("refit", refit, REFITS))
+        raise UsageError(unknown("set of refitted weights", refit, REFITS))
     for path, module in modules.items():
         if not isinstance(module, PointwiseFunction):
             kind = type(module).__name__

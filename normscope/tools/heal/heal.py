@@ -183,13 +183,13 @@ def heal(
 def check_options(train: str, steps: int | None, minutes: float | None) -> None:
     """Refuse options that contradict one another; UsageError."""
     if train not in TRAINS:
-        raise UsageError(unknown("train", train, TRAINS))
+        raise UsageError(unknown("set of trained weights", train, TRAINS))
     if steps is not None and minutes is not None:
-        raise UsageError(f"{steps} steps and {minutes} minutes both say how long to train: give one.")
+        raise UsageError(f"{steps} steps and {minutes} minutes are two lengths of one training; pass one of them.")
     if steps is not None and steps < 1:
-        raise UsageError(f"steps is {steps}: it is a number of steps, at least 1.")
+        raise UsageError(f"steps has to be at least 1, not {steps}.")
     if minutes is not None and not 0 < minutes < math.inf:
-        raise UsageError(f"minutes is {minutes}: it is a time, more than 0.")
+        raise UsageError(f"minutes has to be a time above 0, not {minutes}.")
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:

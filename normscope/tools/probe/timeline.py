@@ -37,7 +37,7 @@ OF_SITES = {
     "high": "99.5th percentile of x",
     "largest": "largest |x|",
     "channel": "channel of the largest |x|",
-    "massive": "number of channels with massive activations: |x| beyond 100 and beyond 1000 times the median",
+    "massive": "number of channels with massive activations: |x| > 100 and |x| > 1000 × the median",
 }
 OF_NORMS = {
     "sigma": "median of the tokens' σ",

@@ -56,7 +56,7 @@ def test_an_interrupted_healing_resumes_to_the_same_table(here, monkeypatch):
     assert len(rows) == 3 and "%" in rows[-1] and sum(row.endswith("yes") for row in rows) == 1
     steps = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert [int(line.split()[1].strip(":")) for line in steps] == [4, 6, 7, 8, 10, 11, 12, 14, 15, 16]
-    assert all(": loss " in line and ", drift on the samples that decide 0." in line for line in steps)
+    assert all(": loss " in line and ", drift on validation inputs 0." in line for line in steps)
     assert lines[-2:] == ["out/healed", "out/healed-healing.png"]
     assert sorted(path.name for path in (here / "out").iterdir()) == ["healed", "healed-healing.png"]
     whole = invoke(f"{QUICK} -o whole")

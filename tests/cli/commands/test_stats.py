@@ -49,7 +49,7 @@ def test_tables_show_the_massive_token(file):
             (
                 *("ln (LayerNorm, eps 1e-05)", "2,240 pairs of 140 tokens", "in channel 3"),
                 *("all are token 0 (of the 16 of largest |x|)", "sample 19, token 0, channel 3: x = 3,000"),
-                "20 (beyond 100 and beyond 1000 times the median)",
+                "20 (|x| > 100 and |x| > 1000 × the median)",
             ),
         ),
         ("rms", ("it does not centre",)),

@@ -97,7 +97,7 @@ def test_tables_and_the_reason_for_no_quality():
     output = invoke(f"swap-bench {NAME} --func dyisru --init paper {QUICK}").stdout
     assert output.startswith("on cpu") and "no number here is of a GPU" in output.splitlines()[0]
     assert re.search("faster$|slower$|inconclusive$", output, re.MULTILINE)
-    assert "No quality: nothing tells what the network is for (in Python, pass quality=" in output
+    assert "No quality: the network's task is unknown (in Python, pass quality=" in output
 
 
 @pytest.mark.usefixtures("without_speed")

@@ -56,8 +56,8 @@ def test_unreadable_recordings_are_named_with_the_reason(recordings, options):
         "cut.flac": ".*lost sync.*",
         "cut.mp3": "it breaks off after .*",
         "empty.wav": r"libsndfile cannot read it \(Format not recognised\)",
-        "nan.wav": "it holds samples that are no finite numbers",
-        "no_samples.wav": "it holds no samples",
+        "nan.wav": "it contains samples that are no finite numbers",
+        "no_samples.wav": "it contains no samples",
         "short.wav": "too short: 399 samples at 16,000 Hz, and the model needs 400 or more",
         "text.ogg": r"libsndfile cannot read it \(Format not recognised\)",
     }
@@ -68,7 +68,7 @@ def test_unreadable_recordings_are_named_with_the_reason(recordings, options):
 
 def test_folders_without_a_recording_are_refused(tmp_path, options):
     (tmp_path / "speech.m4a").touch()
-    with pytest.raises(DataError, match="holds no recording, only 1 other file"):
+    with pytest.raises(DataError, match="contains no recording, only 1 other file"):
         audio_inputs(MONO, options(data=str(tmp_path)))
     with pytest.raises(DataError, match=r"None of the 1 file tried at .*as a recording.*libsndfile cannot read it"):
         list(audio_inputs(MONO, options(data=str(tmp_path / "speech.m4a"))))

@@ -145,7 +145,7 @@ def test_decompression_bombs_are_unreadable_and_postscript_is_not_run(tmp_path, 
 
 def test_folders_without_an_image_are_refused(tmp_path):
     for number, others in enumerate((r"\.", r", only 1 other file\."), start=1):
-        with pytest.raises(DataError, match=f"holds no image{others}"):
+        with pytest.raises(DataError, match=f"contains no image{others}"):
             image_files(tmp_path)
         (tmp_path / f"{number}.txt").write_text("no image")
     with pytest.raises(DataError, match="There is no file or folder"):

@@ -111,7 +111,7 @@ def test_wrong_latents_or_class_labels_are_refused(read, tmp_path, latents, erro
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("images.safetensors", "holds no tensor 'latents', only images"),
+        ("images.safetensors", "contains no tensor 'latents', only images"),
         ("broken.npy", "cannot be read as a npy file of latents"),
         ("broken.safetensors", "cannot be read as a safetensors file of latents"),
         ("latents.pt", r"Latents are read from \.npy and \.safetensors files, not .*latents\.pt"),

@@ -41,8 +41,8 @@ def test_file_formats(written, tmp_path):
         ("a.tsv", "a\tb\tnan\n", "Line 1 of"),
         ("a.tsv", "a\t \t3\n", "Line 1 of"),
         ("a.csv", "sentence1,sentence2,score\na,b,3\na,b,3,4\n", "Line 3 of"),
-        ("a.csv", "sentence1,sentence2,score\n\n", "holds no pair of sentences"),
-        ("a.tsv", "", "holds no pair of sentences"),
+        ("a.csv", "sentence1,sentence2,score\n\n", "contains no pair of sentences"),
+        ("a.tsv", "", "contains no pair of sentences"),
         ("a.tsv", "Käse\tbrie\t1\n", r"a\.tsv' cannot be read as pairs of sentences: not UTF-8"),
     ],
 )

@@ -78,10 +78,10 @@ def test_files_that_cannot_be_opened_are_omitted_and_named(tmp_path, options):
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("lines.txt", b"\n \n", r"holds no text: 1 file without a line that is not blank\."),
-        ("lines.txt", b"", "holds no text"),
+        ("lines.txt", b"\n \n", r"contains no text: 1 file without a line that is not blank\."),
+        ("lines.txt", b"", "contains no text"),
         ("lines.txt", "ö".encode("utf-16"), r"can be read\. The first is lines\.txt line 1: not UTF-8\."),
-        ("picture.png", b"", r"holds no text file, only 1 other file\."),
+        ("picture.png", b"", r"contains no text file, only 1 other file\."),
     ],
 )
 def test_refusals(tmp_path, options, name, content, error):

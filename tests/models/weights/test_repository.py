@@ -55,8 +55,7 @@ def fetch(python):
 def assert_refusal(sentence, outcome, reason):
     assert reason in sentence
     assert sentence.endswith(
-        "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
-        "network: normscope plot demo_vit."
+        "Use --weights FILE or --weights random; or an embedded model, which needs no network: normscope plot demo_vit."
     )
     assert "Retrying" not in outcome.stderr  # which huggingface_hub does for 20 s
 
@@ -154,7 +153,7 @@ def test_web_page_in_place_of_a_hub(hub, fetch):
 @pytest.mark.parametrize(
     ("filename", "sentence"),
     [
-        ("pytorch_model.bin", "holds neither model.safetensors nor model.safetensors.index.json"),
+        ("pytorch_model.bin", "contains neither model.safetensors nor model.safetensors.index.json"),
         ("model.safetensors", f"The weights of timm:test_vit from {REPO} at 0123456789ab do not load"),
     ],
 )

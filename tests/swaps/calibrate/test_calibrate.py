@@ -283,7 +283,7 @@ def test_refusals(swappable):
     normscope.swap(swapped, "dyt", seen)
     for call, fragment in (
         (lambda: calibrate(model, copy.deepcopy(model), x), "Nothing was swapped: calibrate takes the original and"),
-        (lambda: calibrate(model, swapped, x, refit="all"), "There is no refit 'all'"),
+        (lambda: calibrate(model, swapped, x, refit="all"), "There is no set of refitted weights 'all'"),
         (
             lambda: normscope.swap(model, "dyt", seen, init="calibrated"),
             "learns from inputs, and a PreNorm has none: pass batches as learn=",

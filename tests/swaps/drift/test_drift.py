@@ -334,7 +334,11 @@ def one_number(result, batch):
         ({"outputs": Outputs("tensor", one_number)}, ModelError, "axis 0 has to count the samples"),
         ({"init": "fit", "learn": inputs()}, UsageError, "learn requires init='calibrated'; with init='fit'"),
         ({"init": "paper", "refit": "norms"}, UsageError, "refit requires init='calibrated'; with init='paper'"),
-        ({"init": "calibrated", "learn": inputs(), "refit": "all"}, UsageError, "There is no refit 'all'"),
+        (
+            {"init": "calibrated", "learn": inputs(), "refit": "all"},
+            UsageError,
+            "There is no set of refitted weights 'all'",
+        ),
         (
             {"init": "calibrated", "learn": inputs(), "replacements": {"norms.1": RMSNorm(8)}},
             *(UsageError, "The replacement of norms.1 is a RMSNorm, and only point-wise functions can"),

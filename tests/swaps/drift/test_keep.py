@@ -180,8 +180,8 @@ def test_the_choice_is_saved_shown_and_drawn(tmp_path):
     kept = ["none", *(short_names(report.sites)[path] for path in report.kept)]
     assert names == [f"{name}  {number}" for number, name in enumerate(kept)]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    samples = (f"{report.n_chosen_on} samples of the choice", "16 held-out samples")
-    assert legend == [*(f"start values, on {which}" for which in samples), "original"]
+    samples = (f"{report.n_chosen_on} inputs used to choose", "16 held-out inputs")
+    assert legend == [*(f"uncalibrated, {which}" for which in samples), "original"]
     tried = replace(report, steps=[replace(step, worked_on=0.5) for step in report.steps])
     for shown, crosses in ((tried, 3), (replace(tried, calibrated=report.steps[2].error), 2)):
         ax, _ = plot_keep(shown).axes

@@ -212,7 +212,7 @@ def test_compiled_for_real(net, batch):
 
 def test_mistakes(net, batch, monkeypatch):
     for call, error, fragment in (
-        (lambda: bench(net, batch, "thanh"), UsageError, "There is no curve 'thanh'"),
+        (lambda: bench(net, batch, "thanh"), UsageError, "There is no replacement 'thanh'"),
         (lambda: bench(net, batch, "free"), UsageError, "free is what was fitted"),
         (lambda: bench(net, batch, full=True, quick=True), UsageError, "leave full out"),
         (lambda: bench(nn.Linear(2, 2), Batch((torch.ones(1, 2),))), ModelError, "no normalization of activations"),

@@ -55,9 +55,9 @@ def test_without_a_hub(hub, load_each, lines, folders):
     assert random["size"] == 124_439_808
     assert bytes(random["ids"]).decode() == lines.read_text().partition("\n")[0]
     assert random["about"]["data"] == (
-        f"{lines}: the first 1 of 4 texts (UTF-8 bytes as tokens, for want of its tokenizer)"
+        f"{lines}: the first 1 of 4 texts (UTF-8 bytes as tokens, without its tokenizer)"
     )
     for result in (pretrained, unknown):
         assert "config.json of " in result["sentence"] and " cannot be fetched: ConnectError: " in result["sentence"]
     assert "tokenizer_config.json of openai-community/gpt2 cannot be fetched: ConnectError: " in of_file["sentence"]
-    assert "Name a folder of this machine that contains it." in of_file["sentence"]
+    assert "Use a folder in place of openai-community/gpt2; or an embedded model" in of_file["sentence"]

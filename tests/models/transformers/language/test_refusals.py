@@ -23,11 +23,15 @@ def test_layer_that_the_weights_lack_is_not_made_up(copy):
 @pytest.mark.parametrize(
     ("filename", "content", "sentence"),
     [
-        ("config.json", None, "holds no config.json, and so no model of transformers."),
-        ("tokenizer.json", None, "holds no tokenizer.json, so that no text can be read for "),
-        ("model.safetensors", None, "holds neither model.safetensors nor model.safetensors.index.json; other formats"),
+        ("config.json", None, "contains no config.json, and so no model of transformers."),
+        ("tokenizer.json", None, "contains no tokenizer.json, so that no text can be read for "),
+        (
+            "model.safetensors",
+            None,
+            "contains neither model.safetensors nor model.safetensors.index.json; other formats",
+        ),
         ("config.json", "{", "The file config.json of "),
-        ("config.json", "[]", "holds no JSON object."),
+        ("config.json", "[]", "contains no JSON object."),
         ("config.json", '{"model_type": "of tomorrow"}', "cannot make a model of "),
         ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "cannot make a model of "),
         ("tokenizer.json", "{}", "The tokenizer of "),
@@ -74,7 +78,7 @@ def test_pickles_are_not_executed(copy, tmp_path):
     only = r"other formats, which can run code, are not taken\. "
     with pytest.raises(ModelError, match=f"{only}.*--weights {re.escape(str(path))}"):
         load_folder(folder)
-    with pytest.raises(ModelError, match="holds Python objects besides tensors"):
+    with pytest.raises(ModelError, match="contains Python objects besides tensors"):
         load_folder(folder, weights=path)
     assert not trace.exists()
     torch.load(path, weights_only=False)  # the check can fail: unpickling does leave the trace

@@ -111,7 +111,7 @@ def test_silence_behind_a_recording_is_in_no_sum_of_whisper(saved, tokenizer):
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
     expected = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y]).flatten(1).sum(1)
     torch.testing.assert_close(sums(seen.stats[name]), expected, rtol=1e-9, atol=1e-6)  # from the same float32 x
-    assert model.about["data"] == "8 synthetic utterances (espeak-ng), each with what it says"
+    assert model.about["data"] == "8 synthetic utterances (espeak-ng), each with its transcript"
     first = next(iter(model.inputs))
     assert first.kwargs["decoder_input_ids"].tolist() == [[299, *tokenizer(SAID[0])["input_ids"][:-1]]]
     assert first.valid is None and list(first.valid_within) == ["model.encoder"]
@@ -173,7 +173,7 @@ def test_missing_files_and_other_refusals(saved, tmp_path, recordings):
     pytest.importorskip("torchaudio", exc_type=Exception)
     folder = shutil.copytree(saved("whisper"), tmp_path / "whisper")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"holds no tokenizer\.json, so that no text can be read for"):
+    with pytest.raises(ModelError, match=r"contains no tokenizer\.json, so that no text can be read for"):
         load_folder(folder)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=r"so that no recording can be made ready for"):

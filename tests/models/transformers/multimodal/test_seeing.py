@@ -127,7 +127,7 @@ def test_positions_of_drawn_tokens_are_those_of_patches(saved, kind, site):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "holds no preprocessor_config.json and no processor_config.json, so that no image can be made ready"),
+        (None, "contains no preprocessor_config.json and no processor_config.json, so that no image can be made ready"),
         ("{", "The file preprocessor_config.json of "),
         ('{"image_processor_type": "OfTomorrow"}', "cannot be loaded"),
         ('{"auto_map": {"AutoImageProcessor": "evil.Processor"}}', "asks for code that comes with its weights"),

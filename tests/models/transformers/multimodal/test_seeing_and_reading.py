@@ -122,14 +122,14 @@ def test_an_image_without_a_text_is_unreadable(saved, pairs, images):
     assert model.inputs.unreadable == ["c.jpg: there is no text in c.txt beside it"]
     (pairs / "texts").mkdir()
     (pairs / "texts" / "a.txt").write_text("A line.\n")
-    with pytest.raises(DataError, match=r"holds no image, only 1 other file"):
+    with pytest.raises(DataError, match=r"contains no image, only 1 other file"):
         load_folder(saved("clip"), data=pairs / "texts")
 
 
 @pytest.mark.parametrize(
     ("kind", "missing", "sentence"),
     [
-        ("clip", "tokenizer.json", "holds no tokenizer.json, so that no text can be read for"),
+        ("clip", "tokenizer.json", "contains no tokenizer.json, so that no text can be read for"),
         ("clip", "processor_config.json", "so that no image with a text can be made ready for"),
     ],
 )
