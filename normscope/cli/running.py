@@ -76,9 +76,9 @@ class RunOptions:
 
     def joined(self) -> AbstractContextManager[Ranks]:
         """Context in which the processes that torchrun started work together; a single process works alone."""
-        from normscope.pairs.ranks import joined
+        from normscope.pairs.ranks import process_group
 
-        return joined(Process.current())
+        return process_group(Process.current())
 
 
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:

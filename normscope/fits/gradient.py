@@ -14,7 +14,7 @@ from torch import Tensor
 from normscope.fits.ceiling import ceilings, conditional_mean
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.jackknife import Interval, interval_of_r2
-from normscope.fits.nodes import FitBatch, Nodes, batches, joined
+from normscope.fits.nodes import FitBatch, Nodes, batches, coarsened
 from normscope.fits.targets import as_capture, fit_targets, site_target, sums_of
 from normscope.norms.formulas import FORMS, Form
 from normscope.norms.sites import NormSite
@@ -263,7 +263,7 @@ def mean_diagonal(site: NormSite, stats: PairStats, least_count: int, width: flo
     Raises:
         DataError: if the capture lacks sums of the diagonal.
     """
-    moments = joined(_diagonal_moments(site, stats).sum(0), 2**PAIR_GRID.mantissa_bits // _GROUPS_AN_OCTAVE)
+    moments = coarsened(_diagonal_moments(site, stats).sum(0), 2**PAIR_GRID.mantissa_bits // _GROUPS_AN_OCTAVE)
     x, mean, _ = conditional_mean(moments, least_count, width)
     return x, mean
 

@@ -96,10 +96,10 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return summed
 
 
-def joined(moments: Tensor, width: int) -> Tensor:
+def coarsened(moments: Tensor, width: int) -> Tensor:
     """Join ``width`` neighbouring bins of a :class:`FloatGrid`, the last axis, into one; zero's stays as it is.
 
-    >>> joined(torch.tensor([9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), 2).tolist()
+    >>> coarsened(torch.tensor([9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), 2).tolist()
     [9, 3, 7, 5, 13, 17, 9]
     """
     if width == 1:
@@ -212,8 +212,8 @@ class FitBatch:
         self.targets, self.folds = targets, len(targets[0].moments)
         self._bins_an_octave = bins_an_octave
         width = 2 ** targets[0].grid.mantissa_bits // bins_an_octave
-        self._moments = torch.stack([joined(target.moments, width) for target in targets])
-        self._counts = torch.stack([joined(target.counts, width) for target in targets])
+        self._moments = torch.stack([coarsened(target.moments, width) for target in targets])
+        self._counts = torch.stack([coarsened(target.counts, width) for target in targets])
         self._whole = self._moments.sum(1) if self.folds > 1 else self._moments[:, 0]
         self.n_pairs = self._counts.sum(-1)
         has_folds = torch.tensor([target.fold_by is not None for target in targets])
@@ -241,12 +241,12 @@ class FitBatch:
                 case "all":
                     moments = self._whole
                 case "coarse":
-                    moments = joined(self._whole, min(_COARSER, self._bins_an_octave))
+                    moments = coarsened(self._whole, min(_COARSER, self._bins_an_octave))
                 case "others":
                     moments = self._others
                 case "rough others":
                     rough = self._bins_an_octave == _BINS_AN_OCTAVE  # a few bins are not joined here either
-                    moments = joined(self._others, _BINS_AN_OCTAVE // _ROUGH_BINS_AN_OCTAVE if rough else 1)
+                    moments = coarsened(self._others, _BINS_AN_OCTAVE // _ROUGH_BINS_AN_OCTAVE if rough else 1)
                 case "folds":
                     moments = self._moments.flatten(0, 1)
             self._nodes[pairs, odd] = nodes_of(moments, odd=odd)

@@ -328,6 +328,9 @@ def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wit
     """
     if not objective.free:
         return objective.at(start)
+    is_line = unbent_until(objective.curve) == math.inf and objective.curve.linear_at_origin
+    if is_line and objective.fixed_amplitude is None and objective.alpha is not None:
+        return objective.at(torch.stack([low, -low.exp() * _zero_of_line(objective.nodes)], -1))
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
     remaining, here, radius = objective, ended, torch.full_like(low, within)
@@ -402,13 +405,16 @@ def _unbent(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
     if not objective.curve.linear_at_origin:
         fixed = replace(objective, fixed_alpha=low.exp())
         return _minimum(fixed, theta, low, low, objective.spacing, _CLOSE)
-    # A line may cross zero far from all pairs, farther than a search would go.
-    nodes = objective.nodes
+    zero = _zero_of_line(objective.nodes)
+    farthest = torch.maximum((-low).exp() * unbent_until(objective.curve), zero.abs())
+    alpha = unbent_until(objective.curve) / farthest / 2
+    return objective.at(torch.stack([alpha.log(), -alpha * zero], -1))
+
+
+def _zero_of_line(nodes: Nodes) -> Tensor:
+    """Return x at which the regression line is 0, ``(problems,)``: far from all pairs, a search would not reach it."""
     total = nodes.weight.sum(-1)
     mean_x, mean_y = (dot(nodes.weight, values) / total for values in (nodes.x, nodes.y))
     x = nodes.x - mean_x[:, None]
     slope = dot(nodes.weight * x, nodes.y) / dot(nodes.weight * x, x)
-    zero = torch.nan_to_num(mean_x - mean_y / slope, posinf=0.0, neginf=0.0)
-    farthest = torch.maximum((-low).exp() * unbent_until(objective.curve), zero.abs())
-    alpha = unbent_until(objective.curve) / farthest / 2
-    return objective.at(torch.stack([alpha.log(), -alpha * zero], -1))
+    return torch.nan_to_num(mean_x - mean_y / slope, posinf=0.0, neginf=0.0)

@@ -164,7 +164,7 @@ def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
     return kept, left_out
 
 
-def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
+def subsampled(batches: Sequence[Batch], most: int) -> list[Batch]:
     """Select every second, third … sample of some batches up to a number; whole batches if they cannot be divided.
 
     Texts may be sorted by length: a few whole batches would be of a few lengths.
@@ -173,7 +173,7 @@ def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
     >>> from normscope.inputs.batch import Sample
     >>> samples = [Sample("a", 0, number) for number in range(6)]
     >>> threes = [Batch((torch.zeros(3, 1),), samples=tuple(part)) for part in (samples[:3], samples[3:])]
-    >>> [[sample.index for sample in batch.samples] for batch in evenly(threes, 3)]
+    >>> [[sample.index for sample in batch.samples] for batch in subsampled(threes, 3)]
     [[0, 2], [4]]
     """
     taken, first = list[Batch](), 0

@@ -92,7 +92,7 @@ def wrapped(module: nn.Module, normalize_waveform: bool, aligns: bool = False) -
     return wrapper
 
 
-def unwrapped(module: nn.Module) -> Any:
+def torchaudio_network(module: nn.Module) -> Any:
     """Return torchaudio's own network within the wrapper that normalizes its waveform, where there is one."""
     return module.model if isinstance(module, utils._Wav2Vec2Model) else module
 
@@ -121,7 +121,7 @@ def load_weights(module: nn.Module, path: Path, name: str, *, unused_rows: tuple
 
     The published format has no wrapper, and for fine-tuned networks ``unused_rows`` in the last layer.
     """
-    state_dict, network = read_state_dict(path), unwrapped(module)
+    state_dict, network = read_state_dict(path), torchaudio_network(module)
     if network is not module:
         state_dict = {key.removeprefix("model."): value for key, value in state_dict.items()}
     if unused_rows and len(state_dict.get("aux.bias", ())) > network.aux.out_features:
@@ -137,12 +137,12 @@ def outputs_of(module: nn.Module) -> Outputs:
     """
     if isinstance(module, SquimObjective):
         return Outputs("tensor", lambda scores, batch: torch.stack(scores, dim=-1))
-    return Outputs("frames" if isinstance(unwrapped(module), Wav2Vec2Model) else "tensor")
+    return Outputs("frames" if isinstance(torchaudio_network(module), Wav2Vec2Model) else "tensor")
 
 
 def audio_format(module: nn.Module, sample_rate: float) -> AudioFormat:
     """Return the format of a network's recordings: ``sample_rate`` in Hz, and the shortest that its layers take."""
-    network, channels = unwrapped(module), None
+    network, channels = torchaudio_network(module), None
     match network:
         case ConvTasNet():
             shortest, channels = network.enc_kernel_size, 1

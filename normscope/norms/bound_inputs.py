@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at
 from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, Outputs, module_of
-from normscope.norms.lengths import divided
+from normscope.norms.lengths import unpadded
 from normscope.norms.masks import Path, masks_of
 from normscope.runtime.network import uncompiled
 
@@ -48,7 +48,7 @@ class BoundInputs:
             if batch.valid is not None or batch.valid_within:
                 yield batch
             else:
-                yield from map(self._masked, divided(batch, self._model, parameters, self._cuts))
+                yield from map(self._masked, unpadded(batch, self._model, parameters, self._cuts))
 
     def _masked(self, batch: Batch) -> Batch:
         tensors = dict(tensors_at((batch.args, batch.kwargs)))

@@ -58,7 +58,7 @@ class _Length(NamedTuple):
         return [min(round(value * size), size) if self.relative else round(value) for value in values]
 
 
-def divided(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Any]) -> Iterator[Batch]:
+def unpadded(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Any]) -> Iterator[Batch]:
     """Yield batches of samples without padding; the batch itself if there are no lengths, or no sample is shorter.
 
     ``parameters`` are those of ``model.forward``; ``known`` keeps arguments and axes from batch to batch.

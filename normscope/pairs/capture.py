@@ -136,9 +136,9 @@ def captured(
 ) -> Capture:
     """Capture as :func:`capture` does, with the options of commands; every rank returns the whole.
 
-    ``ranks``, see :func:`normscope.pairs.ranks.joined`, divide the batches, unless each has its own; progress counts
-    the samples of all as far as each can tell. ``checkpoints`` save the progress of the capture, which is resumed from
-    them. ``report`` is that of an earlier call of :func:`find_norms`, whose pass is then not repeated.
+    ``ranks``, see :func:`normscope.pairs.ranks.process_group`, divide the batches, unless each has its own; progress
+    counts the samples of all as far as each can tell. ``checkpoints`` save the progress of the capture, which resumes
+    from them. ``report`` is that of an earlier call of :func:`find_norms`, whose pass is then not repeated.
 
     Raises:
         UsageError: if a checkpoint is of another capture; and all errors of :func:`capture`.

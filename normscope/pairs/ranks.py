@@ -118,7 +118,7 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(place: Process) -> Iterator[Ranks]:
+def process_group(place: Process) -> Iterator[Ranks]:
     """Join the processes that torchrun started in the block; alone without torchrun."""
     if place.alone:
         yield ALONE

@@ -14,7 +14,7 @@ from scipy.optimize import brentq, curve_fit, minimize_scalar
 from normscope.curves.expressions import curve_from
 from normscope.curves.known import CURVES
 from normscope.fits.form import FitForm
-from normscope.fits.nodes import joined, nodes_of
+from normscope.fits.nodes import coarsened, nodes_of
 from normscope.fits.solver import Objective, least_squares
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
@@ -71,6 +71,18 @@ def test_every_smooth_curve_agrees_with_scipy_on_all_raw_pairs(solved, by_scipy,
     assert ours == pytest.approx(truth, rel=1e-4, abs=1e-4)
     assert found.residual == pytest.approx(float(np.sum((y - predicted(x, *truth)) ** 2)), rel=5e-5)
     assert found.converged and not found.straight
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("mean", [0.0, 0.5, -40.0])
+def test_a_line_with_a_shift_is_the_regression_line_at_any_unit_of_x(solved, scale, mean):
+    x, generator = heavy_tailed(20_000, 3)
+    x = (scale * x).astype(np.float32).astype(float)
+    y = 0.7 * x / scale + mean + 0.2 * generator.standard_normal(x.size)
+    slope, offset = np.polyfit(x / scale, y, 1)
+    found = solved(x, y, "linear", FitForm(shift=True))
+    assert found.amplitude * found.alpha * scale == pytest.approx(slope, rel=1e-9)
+    assert found.amplitude * found.shift == pytest.approx(offset, rel=1e-9)
 
 
 @pytest.mark.parametrize("curve", [c for c in SEARCHED if not c.smooth], ids=lambda curve: curve.name)
@@ -202,7 +214,7 @@ def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(name, shifted, most)
     """The grid over all decades is evaluated at the coarse nodes alone; sigmoid has no best s for small α."""
     x, generator = heavy_tailed(60_000, 4)
     moments = moments_of(x + 0.4 * shifted, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
-    nodes, coarse = (nodes_of(joined(moments, width), odd=not shifted) for width in (1, 32))
+    nodes, coarse = (nodes_of(coarsened(moments, width), odd=not shifted) for width in (1, 32))
     sizes = []
 
     def counted(function):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from captures import moments_of
 
-from normscope.fits.nodes import joined, mirrored, nodes_of
+from normscope.fits.nodes import coarsened, mirrored, nodes_of
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -13,11 +13,11 @@ def test_joined_bins_hold_what_their_bins_did():
     generator = torch.Generator().manual_seed(0)
     moments = torch.rand(2, 6, PAIR_GRID.size, generator=generator, dtype=torch.float64)
     edges = PAIR_GRID.edges()
-    wide = joined(moments, 4)
+    wide = coarsened(moments, 4)
     assert wide.shape[-1] == 2 * (45 * 16 + 1) + 1
     torch.testing.assert_close(wide.sum(-1), moments.sum(-1), rtol=1e-12, atol=0)
     # Bins of either sign stay apart, and each wide one begins where four narrow ones do.
-    lower = joined(torch.where(edges[:-1] > 0, 1.0, 0.0), 4)
+    lower = coarsened(torch.where(edges[:-1] > 0, 1.0, 0.0), 4)
     assert set(lower.tolist()) == {0.0, 1.0, 4.0}
     torch.testing.assert_close(wide[..., 0], moments[..., 0])
     torch.testing.assert_close(wide[..., wide.shape[-1] // 2], moments[..., PAIR_GRID.centre])
@@ -34,7 +34,7 @@ def test_mirrored_sums_are_those_of_mirrored_pairs():
 def test_nodes_have_the_sums_of_their_pairs():
     x, noise = np.random.default_rng(0).standard_normal((2, 5000))
     y = np.tanh(x) + 0.3 * noise
-    nodes = nodes_of(joined(moments_of(x, y), 4)[None])
+    nodes = nodes_of(coarsened(moments_of(x, y), 4)[None])
     x = x.astype(np.float32).astype(float)
     for power_x, power_y in ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1)):
         ours = (nodes.weight * nodes.x**power_x * nodes.y**power_y).sum()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from normscope.errors import DataError
 from normscope.inputs import held_out
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.held_out import Pool, by_length, evenly, kept_in_memory
+from normscope.inputs.held_out import Pool, by_length, kept_in_memory, subsampled
 
 MOST = 48
 
@@ -97,7 +97,7 @@ def test_few_samples_come_from_every_length(size, number):
         Batch((torch.full((size, 3), float(n)),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(size)))
         for n in range(number)
     ]
-    few, total = evenly(sorted_by_length, MOST), size * number
+    few, total = subsampled(sorted_by_length, MOST), size * number
     taken = sum(len(batch.samples) for batch in few)
     assert min(MOST / 2, total) < taken <= MOST or taken == total
     lengths = {float(value) for batch in few for value in batch.args[0][:, 0]}
@@ -108,5 +108,5 @@ def test_few_samples_come_from_every_length(size, number):
 
 def test_indivisible_batches_are_selected_whole():
     whole = [Batch((object(),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(4))) for n in range(60)]
-    few = evenly(whole, MOST)
+    few = subsampled(whole, MOST)
     assert all(any(one is batch for batch in whole) for one in few) and len(few) == 12

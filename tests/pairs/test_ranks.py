@@ -24,7 +24,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import Preview
 from normscope.pairs.capture import capture, captured
-from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out
+from normscope.pairs.ranks import ALONE, check_alike, merge_left_out, process_group
 from normscope.pairs.recorder import CaptureOptions
 from normscope.pairs.storage import pack
 from normscope.runtime.processes import Process
@@ -86,7 +86,7 @@ def refused_to_pickle(*_arguments, **_options):
 def run_rank(folder, rank):
     """Do everything that ranks do with one another, and write what this one knows in the end."""
     said = {}
-    with joined(Process(rank, SIZE, rank)) as ranks:
+    with process_group(Process(rank, SIZE, rank)) as ranks:
         for name in ("_pickler", "_unpickler", "_object_to_tensor", "_tensor_to_object"):
             assert hasattr(dist.distributed_c10d, name)
             setattr(dist.distributed_c10d, name, refused_to_pickle)
@@ -189,7 +189,7 @@ def test_a_lost_rank_is_an_error_of_the_others(folder, said):
 
 def test_a_single_rank_needs_no_process_group():
     assert ALONE.gather("x") == ["x"] and list(ALONE.gather_bytes(b"\0\1")) == [b"\0\1"]
-    with joined(Process()) as ranks:
+    with process_group(Process()) as ranks:
         assert ranks == ALONE and not dist.is_initialized()
 
 

@@ -15,7 +15,7 @@ from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Task
 from normscope.models.inputs.audio import audio_inputs
 from normscope.models.inputs.dataset import InMemory
-from normscope.models.speech import NO_TRANSCRIPTS, audio_format, load_weights, outputs_of, unwrapped, wrapped
+from normscope.models.speech import NO_TRANSCRIPTS, audio_format, load_weights, outputs_of, torchaudio_network, wrapped
 from normscope.models.weights.checkpoints import load_embedded, read_embedded
 
 _NAME = "demo_wav2vec2"
@@ -28,7 +28,7 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
         options,
         lambda facts: wrapped(wav2vec2_model(**facts["config"]), facts["normalize_waveform"]),
         trained_on="synthetic words",
-        within=unwrapped,
+        within=torchaudio_network,
         from_file=load_weights,
     )
     if options.data is not None:

@@ -81,11 +81,11 @@ def read_image(path: Path, mode: str) -> Image.Image:
 
 
 def crops_of_photographs(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
-    """Return square crops of the installed photographs, taking turns; their samples; and a description.
+    """Return ``options.limit`` square crops, or 8, of the installed photographs in turn; samples; and a description.
 
     Each photograph is a source. ``options.seed`` places the crops. DataError if none is installed.
     """
-    paths, number = _photographs(), min(CROPS, options.limit or CROPS)
+    paths, number = _photographs(), options.limit or CROPS
     taken = list(islice(cycle(enumerate(paths)), number))
     generator = torch.Generator().manual_seed(options.seed)
     crops = []

@@ -82,7 +82,7 @@ def drift(
         about: ``model``, ``weights`` and ``data`` of the report.
         progress: called after each pass with the stage, the samples run in all passes, and their total; for
             ``calibrated``, with the progress of the first calibration, and the number of calibrated sites in all rows.
-        ranks: processes that divide the batches, see :func:`normscope.pairs.ranks.joined`; with equal replacements.
+        ranks: of :func:`normscope.pairs.ranks.process_group`, which divide the batches; with equal replacements.
 
     Returns:
         The report, the same on every rank, whatever their number. If batches name their ``part``, it has a row for the

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.held_out import Pool, evenly
+from normscope.inputs.held_out import Pool, subsampled
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.norms.bound_inputs import unpacked
 from normscope.runtime.network import uncompiled
@@ -94,7 +94,7 @@ def keep(
         batches = model.inputs if model.calibration is None else model.calibration
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
     pool = Pool.of(batches)
-    few = evenly([*pool.learned, *pool.validation], MOST_SAMPLES)
+    few = subsampled([*pool.learned, *pool.validation], MOST_SAMPLES)
     if not few:
         raise DataError("There is no batch to choose on.")
     network, counter = uncompiled(network), StageProgress(progress, STAGE, None)

@@ -92,8 +92,9 @@ class PairedPasses:
             if first is None:
                 raise DataError("There is no batch to run the model on.")
             check_alike(self.ranks, {**self.settings, "first sample": list(astuple(first.samples[0]))})
-            if of_all and not self._layouts:
-                self._learn_layouts(first)
+            if of_all and not self._layouts:  # the axis of samples is shorter for a single sample
+                for path, outputs in self._run(first, self.modules)[1].items():
+                    self._layouts |= {(path, n): SiteLayout(path, output.shape) for n, output in enumerate(outputs)}
             # Chunks are numbered among those of all ranks.
             for number, chunk in zip(itertools.count(self.ranks.rank, self.ranks.size), chunks, strict=False):
                 for number_in_chunk, batch in enumerate(chunk.batches):
@@ -242,12 +243,6 @@ class PairedPasses:
 
         before, after = (torch.cat([flat(*pair[side]) for pair in pairs], dim=1)[:, None] for side in range(2))
         return distances(before, after)
-
-    def _learn_layouts(self, first: Batch) -> None:
-        """Find the axis of samples in each site's output: it is shorter for a single sample."""
-        for path, outputs in self._run(first, self.modules)[1].items():
-            for call, output in enumerate(outputs):
-                self._layouts[path, call] = SiteLayout(path, output.shape)
 
 
 def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:

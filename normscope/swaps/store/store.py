@@ -106,6 +106,8 @@ def save_swapped(
             f"Nothing was swapped in this {type(model).__name__}, or the swap was undone: call "
             "normscope.swap(model, curve, fits) first."
         )
+    errors = [step.error.p50 for step in kept.taken] if kept is not None else []
+    medians = [error if math.isfinite(error) else None for error in errors]
     tensors, tied = _tensors(model)
     example, config = example_of(model, bool(sites))
     with whole_folder(Path(folder), FILES, ALSO) as partial:
@@ -122,7 +124,7 @@ def save_swapped(
             versions=versions(model),
             tied=tied,
             sites=sites,
-            kept=None if kept is None else _kept(kept),
+            kept=None if kept is None else tuple(map(KeptNorm, kept.kept, medians, medians[1:])),
             example=example,
         )
         (partial / RECORD).write_text(record.as_json(), encoding="utf-8")
@@ -172,11 +174,6 @@ def _preprocessing_files(model: nn.Module) -> Iterator[Path]:
                 path = Path(str(try_to_load_from_cache(source, name, revision=commit)))
         if path.is_file():
             yield path
-
-
-def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
-    medians = [step.error.p50 if math.isfinite(step.error.p50) else None for step in report.taken]
-    return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
 
 
 def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:

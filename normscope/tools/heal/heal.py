@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.inputs.batch import Batch, as_batches, taken_once, tensor_bytes
-from normscope.inputs.held_out import Pool, by_length, divided, evenly, kept_in_memory
+from normscope.inputs.held_out import Pool, by_length, divided, kept_in_memory, subsampled
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.wrappers import named_modules, submodule
 from normscope.norms.bound_inputs import unpacked
@@ -44,7 +44,8 @@ from normscope.tools.heal.training import (
 )
 
 STEPS = 1700
-SAMPLES_A_STEP = 64  # at least, if they can be run in one pass
+SAMPLES_A_STEP = 64  # at least, if they can be run in one pass; or
+_TOKENS_A_STEP = 4096  # at a norm: in the same time, many steps of few long inputs learn more than few steps of many
 _SAMPLES_APART = 8  # at most, if they cannot
 _MOST_CALIBRATED = 320  # samples: twice as many take twice the time, for a thirtieth less drift
 ALL = "all"
@@ -224,6 +225,7 @@ class _Healing:
 
     def __post_init__(self) -> None:
         self.pool = Pool.of(self.batches)
+        self._norms = find_norms(self.original, self.pool.learned[0].first_sample()).sites
         self._validation_errors = OutputErrors(self.original, self.pool.by_length().validation, self.outputs)
         functions = [module for module in self.swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
@@ -278,7 +280,7 @@ class _Healing:
 
     def _calibrate(self, state: TrainingState, start: Mapping[str, Tensor]) -> None:
         refit = NORMS if self.options["train"] == NORMS else NEIGHBOURS
-        both, learned = (self.original, self.swapped), evenly(self.batches, _MOST_CALIBRATED)
+        both, learned = (self.original, self.swapped), subsampled(self.batches, _MOST_CALIBRATED)
         report = calibrate(*both, learned, outputs=self.outputs, refit=refit, progress=self.progress)
         state.not_refitted = dict(report.left)
         changed = {name: v for name, v in self._parameters.items() if not torch.equal(v, start[name])}
@@ -294,7 +296,9 @@ class _Healing:
         saved: Callable[[], None],
         checked: Checked,
     ) -> None:
-        of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP, _SAMPLES_APART)
+        tokens = [norm.tokens_per_sample // norm.calls for norm in self._norms if norm.name in self.sites]
+        at_once = max(1, min(SAMPLES_A_STEP, _TOKENS_A_STEP // max([1, *tokens])))
+        of_steps = steps_of(self.pool.learned, at_once, _SAMPLES_APART)
         targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, of_steps)
         trained = TrainedParameters(self.swapped, names)
         if not state.tensors["best"]:
@@ -322,9 +326,7 @@ class _Healing:
             ]
         paths = list(self.sites)
         if train == NEIGHBOURS:
-            first = self.pool.learned[0]
-            norms = find_norms(self.original, first.first_sample()).sites
-            near = neighbours_of(self.original, norms, self.sites, first)
+            near = neighbours_of(self.original, self._norms, self.sites, self.pool.learned[0])
             paths += [called.path for called in near.called_modules if not called.is_norm]
         return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
 

@@ -180,12 +180,13 @@ def test_crops_alternate_between_three_sources(options):
     assert len({sample.data for sample in samples}) == 1
 
 
-def test_the_seed_places_crops_and_a_limit_takes_the_first(tiny_vit, options):
+def test_the_seed_places_crops_and_a_limit_is_their_number(tiny_vit, options):
     crops, few, many, others = (
         tensors(_timm_inputs(tiny_vit, options(**changes)))
-        for changes in ({}, {"limit": 3}, {"limit": 100}, {"seed": 1})
+        for changes in ({}, {"limit": 3}, {"limit": 20}, {"seed": 1})
     )
-    assert torch.equal(few, crops[:3]) and torch.equal(many, crops) and not torch.equal(others, crops)
+    assert torch.equal(few, crops[:3]) and torch.equal(many[:8], crops) and not torch.equal(others, crops)
+    assert len(many) == 20
 
 
 def test_crops_without_matplotlib(options, monkeypatch):

@@ -166,6 +166,22 @@ def test_steps_join_batches_and_their_order_depends_on_the_seed():
     assert torch.equal(values, torch.cat([batch.args[0] for batch in pool.learned]))
 
 
+@pytest.mark.parametrize(("tokens", "samples"), [(4, 66), (512, 12), (4096, 6)])
+def test_a_step_of_long_inputs_has_fewer_samples(networks, tokens, samples):
+    """Whole batches, of which 6 samples each are learned from: of at least 64 samples or 4096 tokens, or just one."""
+    original, swapped = networks
+    trained: set[int] = set()
+
+    def note(module, args, output):
+        if output.requires_grad:
+            trained.add(len(output))
+
+    swapped.head.register_forward_hook(note)
+    long = numbered_batches(11, lambda generator, size: torch.randn(size, tokens, 8, generator=generator), 8, 1)
+    normscope.heal(original, swapped, long, HELD_OUT, calibrated=False, steps=1)
+    assert trained == {samples}
+
+
 def test_padded_and_unlike_batches_make_smaller_steps():
     unpadded = [replace(texts([length] * 5), valid=None) for length in (3, 4, 3, 4, 4, 4)]
     steps = steps_of(unpadded, 64, 12)
