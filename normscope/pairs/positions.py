@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 
 import torch
@@ -63,5 +64,10 @@ def positions_along(sizes: tuple[int, ...], place: int, device: torch.device, va
     """
     if valid is not None:
         return (valid.view(sizes).cumsum(place) - 1).flatten()
+    return _without_padding(sizes, place, device)
+
+
+@functools.lru_cache(maxsize=4)  # the norms of a pass mostly share their sizes
+def _without_padding(sizes: tuple[int, ...], place: int, device: torch.device) -> Tensor:
     numbers = torch.arange(sizes[place], device=device)
     return numbers.view([-1 if axis == place else 1 for axis in range(len(sizes))]).expand(sizes).flatten()

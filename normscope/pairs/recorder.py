@@ -254,7 +254,8 @@ class Recorder:
     def _add(self, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:
         """Add the pairs of one call of a site."""
         if self._pass is not None:
-            with gathered(module, (x,)) as ((rows,), _):
+            # Otherwise FunctionWatch would receive each operation here, which takes a tenth of a capture.
+            with torch._C.DisableTorchFunction(), gathered(module, (x,)) as ((rows,), _):
                 self._sum(self._pass, site, module, rows, whole(output, like=x))
 
     def _sum(self, current: _Pass, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:

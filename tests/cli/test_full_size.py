@@ -46,7 +46,7 @@ def save_wav2vec2(bundle):
 
 
 def save_dit(folder):
-    diffusers.DiTTransformer2DModel(**DIT_XL).save_pretrained(folder / "dit")
+    diffusers.DiTTransformer2DModel(**DIT_XL).bfloat16().save_pretrained(folder / "dit")
     (folder / "dit" / "diffusion_pytorch_model.safetensors").rename(folder / "weights.safetensors")
 
 

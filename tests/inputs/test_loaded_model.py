@@ -59,7 +59,7 @@ def test_a_drift_of_a_loaded_model_has_ends_of_trajectories(network, seen):
 def test_healing_learns_from_the_calibration_inputs():
     network = normscope.load("demo_vit", limit=8, device="cpu")
     swapped = copy.deepcopy(network.module)
-    normscope.swap(swapped, "dyt", normscope.capture(network, network.calibration, by_gamma=True), layers="final")
+    normscope.swap(swapped, "dyt", normscope.capture(network, layers="final", by_gamma=True))
     again = copy.deepcopy(swapped)
     report = normscope.heal(network, swapped, steps=2)
     own = {"outputs": network.outputs, "quality": network.task}

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from networks import State, network_of
+from networks import OneNorm, State, network_of
 from torch import nn
 
 import normscope
@@ -235,12 +235,8 @@ def test_norms_of_nested_tensors_are_named_as_skipped(layout):
     assert [(norm.name, norm.reason) for norm in seen.skipped] == [("ragged", reason)]
 
 
-class Detector(nn.Module):
+class Detector(OneNorm):
     """Takes a list of images of different sizes, as torchvision's detectors do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
 
     def forward(self, images, targets=None):
         if any(image.ndim != 3 for image in images):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -10,23 +11,16 @@ from normscope.pairs.capture import captured
 from normscope.pairs.recorder import CaptureOptions
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.dense = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.dense(self.norm1(x))
+def residual():
+    return network_of(lambda self, x: x + self.dense(self.norm1(x)), norm1=nn.LayerNorm(8), dense=nn.Linear(8, 8))
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.last = Block(), Block(), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.last(self.second(self.first(x)))
+def network_of_blocks():
+    torch.manual_seed(0)
+    first, second = residual(), residual()
+    return network_of(
+        lambda self, x: self.last(self.second(self.first(x))), first=first, second=second, last=nn.LayerNorm(8)
+    )
 
 
 class Compiler:
@@ -74,14 +68,14 @@ def batch():
 @pytest.mark.parametrize("ran_before", [False, True])
 @pytest.mark.parametrize("compiled", WAYS, ids=lambda way: way.__name__)
 def test_compiled_parts_are_seen_as_in_an_uncompiled_copy(batch, compiled, ran_before):
-    network, compiler = Network(), Compiler()
+    network, compiler = network_of_blocks(), Compiler()
     compiled(network, compiler)
     if ran_before:  # by code that holds no hook
         network.eval()
         with torch.no_grad():
             network(batch)
     before = compiler.graphs, compiler.runs
-    seen, plain = normscope.capture(network, [batch], verify=True), normscope.capture(Network(), [batch])
+    seen, plain = normscope.capture(network, [batch], verify=True), normscope.capture(network_of_blocks(), [batch])
     assert (compiler.graphs, compiler.runs) == before
     assert [site.name for site in seen.sites] == ["first.norm1", "second.norm1", "last"] and not seen.skipped
     for ours, known in zip(seen.stats.values(), plain.stats.values(), strict=True):

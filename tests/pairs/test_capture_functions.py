@@ -426,23 +426,20 @@ def test_short_names_of_functions_keep_their_numbers():
     assert list(short_names(["enc.a:layer_norm.0", "enc.b:group_norm.1"]).values()) == ["a:layer.0", "b:group.1"]
 
 
-class Mixed(nn.Module):
+def mixed():
     """A residual block between a norm module and calls of norm functions."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.dense, self.head = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x):
         x = norm(x)
         x = x + self.dense(self.norm(x)).relu()
         return self.head(norm(x))
 
+    return network_of(forward, norm=nn.LayerNorm(8), dense=nn.Linear(8, 8), head=nn.Linear(8, 3))
+
 
 def test_a_swap_replaces_the_norm_modules_and_leaves_the_calls():
     batches = numbered_batches(4, lambda g, n: torch.randn(n, 5, 8, generator=g))
-    model = Mixed()
+    model = mixed()
     seen = normscope.capture(model, batches)
     assert len(seen.sites) == 3
     with pytest.warns(UserWarning, match=r"Not all norms are replaced: a swap leaves 2 calls of norm functions \("):
@@ -452,8 +449,9 @@ def test_a_swap_replaces_the_norm_modules_and_leaves_the_calls():
         warnings.simplefilter("error")
         assert list(normscope.replacements(model, "dyt", seen, layers="norm")) == ["norm"]
     last = network_of(lambda self, x: self.norm(norm(norm(x))), norm=nn.LayerNorm(8))
+    seen_last = normscope.capture(last, batches)
     for layers in (1, "1", [2], "norm", "all", "0-2"):
-        chosen = normscope.replacements(last, "dyt", normscope.capture(last, batches), layers=layers, init="paper")
+        chosen = normscope.replacements(last, "dyt", seen_last, layers=layers, init="paper")
         assert list(chosen) == ["norm"], layers
     drift = normscope.drift(model, batches, modules)
     assert drift.sites == ["norm"]
@@ -466,7 +464,7 @@ def test_a_swap_replaces_the_norm_modules_and_leaves_the_calls():
 
 
 def test_swaps_of_calls_alone_and_to_norms_are_refused():
-    model = Mixed()
+    model = mixed()
     seen = normscope.capture(model, [torch.randn(2, 5, 8)])
     with pytest.raises(UsageError, match=r"a swap leaves \d+ calls? of norm functions \(a module cannot "):
         normscope.replacements(model, "dyt", normscope.fit(seen.only([0, 2]), "dyt"))

@@ -225,7 +225,7 @@ def of_replicated_shards(folder, rank):
     save(folder, f"replicated_shards {rank}", normscope.capture(network, [batch(rank)], **OPTIONS))
 
 
-SWAPPED = "*.norm*,*.module"
+SWAPPED = "*.norm1,blocks.1.norm2"
 
 
 def swapped(folder, name, network, seen):

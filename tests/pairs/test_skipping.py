@@ -105,17 +105,14 @@ def test_all_sums_raw_pairs_and_kept_inputs_omit_them():
         assert kept.tokens["norm"].sigma.isnan().tolist() == [True, True] + [False] * (LENGTH - 2)
 
 
-class Heads(nn.Module):
-    """Queries by head, (B, H, L, d) or (B, L, H, d), behind a norm of (B, L, heads · d)."""
-
-    def __init__(self, heads, heads_first):
-        super().__init__()
-        self.norm, self.q_norm, self.shape = nn.LayerNorm(24), nn.LayerNorm(24 // heads), (heads, heads_first)
+def queries_of_heads(heads_first):
+    """Queries by head, (B, H, L, d) or (B, L, H, d), behind a norm of (B, L, 4 · d)."""
 
     def forward(self, x):
-        heads, first = self.shape
-        q = self.norm(x).unflatten(-1, (heads, -1))
-        return self.q_norm(q.transpose(1, 2) if first else q)
+        q = self.norm(x).unflatten(-1, (4, -1))
+        return self.q_norm(q.transpose(1, 2) if heads_first else q)
+
+    return network_of(forward, norm=nn.LayerNorm(24), q_norm=nn.LayerNorm(6))
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
@@ -123,7 +120,7 @@ class Heads(nn.Module):
 def test_norms_of_heads(heads_first, mask):
     x = texts(d=24)
     valid = None if mask is None else torch.tensor(mask, dtype=torch.bool)
-    model = Heads(4, heads_first)
+    model = queries_of_heads(heads_first)
     seen = normscope.capture(model, [Batch((x,), samples=samples_of(4), valid=valid)], skip=1)
     q = model.norm(x).detach().unflatten(-1, (4, -1))
     rows = rows_kept(q.flatten(2), 1, mask).reshape(-1, 6)
@@ -188,8 +185,8 @@ def test_norms_without_positions_are_refused_by_name(case):
 def test_as_many_heads_as_positions_are_refused():
     batches = [Batch((texts(length=4, d=24),), samples=samples_of(4))]
     with pytest.raises(UsageError, match=r"at q_norm .* heads and positions that cannot be told apart"):
-        normscope.capture(Heads(4, True), batches, skip=1)
-    assert normscope.capture(Heads(4, True), batches, layers="norm", skip=1).stats["norm"].n_tokens == 12
+        normscope.capture(queries_of_heads(True), batches, skip=1)
+    assert normscope.capture(queries_of_heads(True), batches, layers="norm", skip=1).stats["norm"].n_tokens == 12
 
 
 def test_wrong_numbers_of_positions_are_refused():

@@ -239,18 +239,12 @@ class PairStats(SiteSums):
         return same
 
     def _regroup(self, sources: SourcesSeen) -> None:
-        if (fold := self._joined_fold(sources)) is not None:
+        """Join all pairs in one fold if they are of a single source among others now, or of no known sample."""
+        of_one = sources.mapped and (self.sources.number, sources.number) == ("one", "several")
+        if of_one or (self.sources.mapped and not sources.mapped):
             for name in _IN_FOLDS:
                 if (moments := getattr(self, name)) is not None:
                     joined = zeros_like(moments)
-                    joined[fold] = moments.sum(0)
+                    joined[self.sources.fold if of_one else 0] = moments.sum(0)
                     setattr(self, name, joined)
         self.sources = sources
-
-    def _joined_fold(self, sources: SourcesSeen) -> int | None:
-        """Return the fold that all pairs join, as a single source among others; None if folds stay."""
-        if self.sources.mapped and not sources.mapped:
-            return 0
-        if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
-            return self.sources.fold
-        return None

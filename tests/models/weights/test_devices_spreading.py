@@ -162,17 +162,17 @@ def test_no_room_for_a_block_is_refused(room):
 def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named, tmp_path, name, func):
     given = named(name)
     whole = normscope.load(device="cpu", **given)
-    seen = normscope.capture(whole, by_gamma=True)
+    fits = normscope.fit(normscope.capture(whole, by_gamma=True), func)
     room({"factory": 30, **ON_DISK}[name])
     apart = normscope.load(device_map="auto", **given)
     devices = {key: value.device for key, value in apart.module.state_dict().items()}
     assert {device.type for device in devices.values()} == {"cpu", "meta"}
     rows, files = [], []
     for network in (whole, apart):
-        modules = normscope.replacements(network, func, seen)
+        modules = normscope.replacements(network, func, fits)
         report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
         rows.append([(row.site, row.at, row.relative_l2) for row in report.rows])
-        with normscope.swap(network, func, seen):
+        with normscope.swap(network, func, fits):
             folder = normscope.save_swapped(network.module, tmp_path / func, whole.about)
             files.append([path.read_bytes() for path in sorted(folder.iterdir())])
     assert rows[0] == rows[1] and files[0] == files[1]

@@ -242,6 +242,7 @@ def bytes_a_site(tokens: int) -> float:
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="The system does not report resident memory.")
 def test_pages_of_empty_bins_take_no_memory():
     command = [sys.executable, __file__, "2000"]  # a fresh process, where nothing else is allocated
