@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import normscope
+from normscope.models.weights.repository import copy_of
 from normscope.page.document import FORMAT
 
 ROOT = Path(__file__).parents[1]
@@ -81,3 +82,53 @@ def test_the_picture_is_of_a_site_that_is_on_its_page(script):
     [site] = parse_qs(script.PART.removeprefix("#"))["site"]
     model = script.PICTURED.removesuffix(".html")
     assert site in {one["name"] for one in document(model)["captures"][0]["sites"]}
+
+
+PICTURES = ROOT / "outputs" / "gallery"
+RECORDED = json.loads((PICTURES / "words.json").read_text(encoding="utf-8"))
+
+
+def test_every_picture_has_a_command_and_its_words(script):
+    commands = {picture: command for command, files in script.FIGURES.items() for picture in files.values()}
+    assert {path.name for path in PICTURES.glob("*.png")} == {*commands, script.PICTURE.name}
+    recorded = {picture: of_picture["command"] for picture, of_picture in RECORDED.items()}
+    assert recorded == {picture: line for picture, line in commands.items() if script.NOT_RECORDED not in line}
+
+
+DECIMAL = re.compile(r"\d+\.\d+")
+
+
+def alike(ours, theirs):
+    """True if two texts are equal, but for a unit of the last digit of numbers with a decimal point."""
+    units = [10.0 ** -len(number.partition(".")[2]) for number in DECIMAL.findall(ours)]
+    pairs = zip(DECIMAL.findall(ours), DECIMAL.findall(theirs), units, strict=False)
+    near = all(abs(float(one) - float(other)) < 1.5 * unit for one, other, unit in pairs)
+    return near and DECIMAL.split(ours) == DECIMAL.split(theirs)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "same"), [("3.attn, R² 0.967", True), ("3.attn, R² 0.968", False), ("4.attn, R² 0.966", False)]
+)
+def test_numbers_are_compared_to_the_printed_digit(theirs, same):
+    assert alike("3.attn, R² 0.966", theirs) is same
+
+
+FETCHED = {
+    "minilm": WEIGHTS["minilm"],
+    "smart_turn": "pipecat-ai/smart-turn-v3",
+    "without.safetensors": "HuggingFaceTB/SmolLM2-135M-Instruct",
+}
+# `swap-bench demo_dit` also times a network of 3 GB.
+RERUN = sorted({of["command"] for of in RECORDED.values() if not of["command"].startswith("swap-bench")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RERUN)
+def test_no_picture_is_stale(script, command, tmp_path):
+    if any(name in command and not copy_of(repository).is_dir() for name, repository in FETCHED.items()):
+        pytest.skip("scripts/fetch_pretrained.py has not been run")
+    drawn = script.words_drawn(command, tmp_path)
+    for picture, words in drawn.items():
+        recorded = RECORDED[picture]["words"]
+        stale = [pair for pair in zip(recorded, words, strict=False) if not alike(*pair)]
+        assert not stale and len(recorded) == len(words), f"{picture}: run scripts/make_gallery.py {picture} again"

@@ -142,7 +142,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and devices that a bug report needs.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and devices.")
     ] = False,
 ) -> None:
     pass

@@ -65,10 +65,16 @@ class FigureFiles:
 
     def save(self, figure: Any, title: str, view: str, shown: Any, out: Output) -> str:
         """Write a figure, report its file and return its name; two of one title do not overwrite each other."""
+        from normscope.show.figures.sheet import PAGE_INCHES
+
         path = self.path(title, view)
         normscope.figures.save_figure(figure, path, shown, self.look.dpi)
         self.written.append(str(path))
         out.result(str(path))
+        if self.look.width and (height := figure.get_figheight()) > PAGE_INCHES:
+            out.remark(
+                f"{path} is {height:.1f} inches high, more than a page: --layers or a larger --width reduces that"
+            )
         return str(path)
 
     def path(self, title: str, view: str) -> Path:

@@ -267,7 +267,7 @@ def print_kept_norms(choice: KeepReport, title: str, file: Path, out: Output) ->
     out.table(keep_table(choice))
     if not choice.kept:
         out.remark("all norms could be swapped: none had to be kept")
-    figure = normscope.figures.plot_keep(choice, title)
+    figure = normscope.figures.plot_keep(choice, title=title)
     normscope.figures.save_figure(figure, file, {**choice.about, "func": choice.func})
 
 

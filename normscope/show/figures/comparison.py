@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -30,6 +29,7 @@ from normscope.show.figures.fit_numbers import (
 )
 from normscope.show.figures.sheet import (
     MANY_TIMES,
+    PANELS_INCHES,
     columns_of,
     inches_of,
     key,
@@ -41,9 +41,10 @@ from normscope.show.figures.style import FigureOptions, Style, shades, theme_of
 from normscope.show.figures.text import that_fits
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
-_LEAST_INCHES, _LEAST_COLUMN = 4.6, 1.3
+_LEAST_INCHES, _LEAST_COLUMN = 4.6, 0.95
 _COLUMNS = 4
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
+_MATCHED = ("sites matched by placement and relative depth", "sites matched by name")
 _NAMED = ("model", "weights", "dtype", "data", "part", "sample")
 
 
@@ -57,27 +58,25 @@ class _Line:
     fits: Sequence[CurveFit]
 
 
-def labels(captures: Sequence[Capture]) -> list[str]:
-    """Name each capture by its number and the entries that differ from the others.
+def told_apart(captures: Sequence[Capture]) -> tuple[list[str], dict[str, str]]:
+    """Return a label of each capture, and the entries of all: a label is one entry that suffices, or all that differ.
 
     >>> from types import SimpleNamespace as Seen
     >>> about = {"model": "net", "weights": "step 1", "data": "noise"}
-    >>> labels([Seen(about=about, n_samples=8), Seen(about={**about, "weights": "step 2"}, n_samples=8)])
-    ['1  step 1', '2  step 2']
+    >>> told_apart([Seen(about=about, n_samples=8), Seen(about={**about, "weights": "step 2"}, n_samples=8)])
+    (['1  step 1', '2  step 2'], {'model': 'net', 'data': 'noise'})
     """
-    abouts = [_about(capture) for capture in captures]
-    differing = [key for key in _NAMED if len({about.get(key) for about in abouts}) > 1]
-    texts = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
-    samples = [count(capture.n_samples, "sample") for capture in captures]
-    if len(set(samples)) > 1 or not differing:
-        texts = [" · ".join(filter(None, parts)) for parts in zip(texts, samples, strict=True)]
-    return [f"{number}  {text}" for number, text in enumerate(texts, 1)]
-
-
-def _about(capture: Capture) -> dict[str, str]:
-    """Return the network and data of a capture, without the name of a part, which is an entry of its own."""
-    about = {key: without_digest(value) for key, value in capture.about.items()}
-    return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
+    abouts = [{name: without_digest(value) for name, value in capture.about.items()} for capture in captures]
+    for about, capture in zip(abouts, captures, strict=True):
+        about["samples"] = count(capture.n_samples, "sample")
+        about["data"] = about["data"].removesuffix(f" · {about.get('part')}")  # which is an entry of its own
+    values = {name: [about.get(name, "") for about in abouts] for name in (*_NAMED, "samples")}
+    differing = [name for name, entries in values.items() if len(set(entries)) > 1] or ["samples"]
+    alone = [name for name in differing if len(set(values[name])) == len(captures)]
+    entries = [values[name] for name in alone[:1] or differing]
+    labels = [" · ".join(filter(None, parts)) for parts in zip(*entries, strict=True)]
+    common = {name: abouts[0][name] for name in _NAMED if name not in differing and values[name][0]}
+    return [f"{number}  {label}" for number, label in enumerate(labels, 1)], common
 
 
 def plot_comparison(
@@ -86,9 +85,8 @@ def plot_comparison(
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
     Point-wise functions in place of norms have a column of their own, and a row for the shares of saturated pairs.
-    Bars are 95 % intervals of a jackknife over the folds. Open markers are fits whose A and α are not identified, such
-    as straight ones; they stand at the lower edge of the panels of α. Dotted lines are the ceilings, beside the
-    held-out R². Where sites are not matched by name, depth runs from 0, the first norm, to 1, the last.
+    Bars, dotted lines and open markers are as of :func:`plot_depth`. Where sites are not matched by name, depth runs
+    from 0, the first norm, to 1, the last.
 
     Args:
         captures: two or more.
@@ -102,37 +100,26 @@ def plot_comparison(
     check_number(len(captures))
     if len(fits) != len(captures):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme = theme_of(options)
     fits = [with_modules(capture, capture_fits) for capture, capture_fits in zip(captures, fits, strict=True)]
-    by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
-    lines = _lines(captures, fits, theme, by_name)
-    curves = list(dict.fromkeys(fit.curve for capture_fits in fits for fit in capture_fits))
+    theme, by_name = theme_of(options), all(match(captures[0].sites, c.sites).by == "name" for c in captures[1:])
+    lines, common = _lines(captures, fits, theme, by_name)
+    every = [fit for capture_fits in fits for fit in capture_fits]
+    curves = list(dict.fromkeys(fit.curve for fit in every))
     columns = columns_of(options, len(curves), _LEAST_COLUMN, _COLUMNS)
     blocks = math.ceil(len(curves) / columns)
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
-    about, *others = map(_about, captures)
-    shared = [name for name in _NAMED if name in about and all(other.get(name) == about[name] for other in others)]
-    common = {name: about[name] for name in shared}
-    how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
-    every = [fit for capture_fits in fits for fit in capture_fits]
     numbers = [ALPHA, SLOPE, r_squared(every), *([SATURATED] if MODULE in curves else [])]
-    height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
-    handles: list[Artist] = [
-        key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines
-    ]
-    handles += handles_of_fits(every, theme)
-    with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_NAMED[1:]) as figure:
+    height = min((0.3 + _ROW_INCHES * len(numbers)) * blocks, PANELS_INCHES)
+    handles = [*(key(line.label, ms=3.2, lw=1, **line.look) for line in lines), *handles_of_fits(every, theme)]
+    parts: dict[str, Any] = {"handles": handles, "names": _NAMED[1:], "detail": _MATCHED[by_name]}
+    with sheet_of(options, theme, inches, height, common, **parts) as figure:
         axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
         for ax in axes[-len(numbers) :, len(curves) - columns * (blocks - 1) :].flat:
             ax.set_visible(False)
         for row, number in enumerate(numbers):
             panels = [axes[n // columns * len(numbers) + row, n % columns] for n in range(len(curves))]
             _draw_row(panels, columns, number, curves, lines, theme)
-            if row == 0:
-                for ax, curve in zip(panels, curves, strict=True):
-                    ax.set_title(curve, parse_math=False)
-        for ax in panels:
-            _name_depth(ax, by_name, (inches - 0.5) / columns)
+        _name_depth(panels, by_name, (inches - 0.5) / columns)
         figure.align_ylabels()
     return figure
 
@@ -144,7 +131,10 @@ def _draw_row(
     for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
         for line in lines:
             fits = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
-            draw_number(ax, number, [(line.places[fit.site], fit) for fit in fits], line.look)
+            points = [(line.places[fit.site], fit) for fit in fits]
+            draw_number(ax, number, points, line.look, line.look["color"])
+        if number is ALPHA:
+            ax.set_title(curve, parse_math=False)
         if place % columns == 0:
             ax.set_ylabel(number.label)
     _share_heights(panels, columns)
@@ -152,19 +142,22 @@ def _draw_row(
         finish(ax, number, theme)
 
 
-def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool) -> list[_Line]:
-    number = len(captures)
-    colours: Sequence[Any] = theme.curves
+def _lines(
+    captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool
+) -> tuple[list[_Line], dict[str, str]]:
+    """Return a line of each capture, and what all captures have in common."""
+    number, (labels, common) = len(captures), told_apart(captures)
+    colours: Sequence[Any] = theme.channels
     if number > len(colours):
         colours = [shades(theme)(place / (number - 1)) for place in range(number)]
     lines = []
-    for place, (capture, capture_fits, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
+    for place, (capture, capture_fits, label) in enumerate(zip(captures, fits, labels, strict=True)):
         last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
         offset = _DODGE * (place - (number - 1) / 2)
         places = {site.name: (site.index + offset) / last for site in capture.sites}
         look = {"color": colours[place], "marker": MARKERS[place % len(MARKERS)]}
         lines.append(_Line(label, look, places, capture_fits))
-    return lines
+    return lines, common
 
 
 def _share_heights(panels: Sequence[Axes], columns: int) -> None:
@@ -180,10 +173,11 @@ def _share_heights(panels: Sequence[Axes], columns: int) -> None:
     panels[0].autoscale(axis="y")
 
 
-def _name_depth(ax: Axes, by_name: bool, inches: float) -> None:
+def _name_depth(panels: Sequence[Axes], by_name: bool, inches: float) -> None:
     by_depth = ("relative depth of the norm site", "relative depth")
     names = ("norm site, in the order of calls", "norm site") if by_name else by_depth
-    ax.set_xlabel(that_fits(names, inches), labelpad=1)
-    ax.tick_params(labelbottom=True)
-    if by_name:
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax in panels:
+        ax.set_xlabel(that_fits(names, inches), labelpad=1)
+        ax.tick_params(labelbottom=True)
+        if by_name:
+            ax.xaxis.set_major_locator(MaxNLocator(max(2, int(3 * inches)), integer=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -15,19 +15,27 @@ from matplotlib.ticker import MaxNLocator
 from normscope.curves.expressions import curves_named
 from normscope.errors import UsageError, count
 from normscope.norms.sites import NormSite
-from normscope.show.figures.sheet import draw_guides, inches_of, key, scale_where_wide, sheet_of, site_labels
+from normscope.show.figures.sheet import (
+    PANELS_INCHES,
+    draw_guides,
+    inches_of,
+    key,
+    scale_where_wide,
+    sheet_of,
+    site_labels,
+)
 from normscope.show.figures.style import FigureOptions, Style, theme_of
-from normscope.show.figures.text import literal, name_sites, names_inches
+from normscope.show.figures.text import NOTE, literal, name_sites, names_inches, width_of
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.swaps.inits import INITS, published_name
 from normscope.swaps.reports import Drift, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
-_SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
+_SITE_INCHES, _PANEL_INCHES = 0.2, 1.3
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
-_BARS = "bars: 10th to 90th percentile over samples; of the quality, 95 % interval"
+_BARS = "Bars: 10th to 90th percentile over inputs; of the quality, 95 % interval"
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
@@ -61,53 +69,53 @@ def plot_drift(
 ) -> Figure:
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
-    Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
-    against the number of sites swapped, the least harmful first, and by part of the data. Several swaps have one panel
-    more: ratios of their medians to the first swap's. The dotted line, a relative L2 of 1, is the distance of zero from
-    the original. Panels without measurements are left out; a cross at the upper edge is a value that is not finite.
+    Panels without measurements are left out. Several swaps have one more: ratios of medians to the first swap's. The
+    dotted line, a relative L2 of 1, is the distance of zero from the original; a cross is a value that is not finite.
 
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
-        sites: its norm sites: their order, and their placements as signs above the panels.
+        sites: its norm sites: their order, and their placements, if they differ, as signs above the panels.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         UsageError: if there is no report, if they are of several networks or inputs, or if an option is not valid.
     """
-    theme = theme_of(options)
     if not reports:
         raise UsageError("There is no drift to draw; measure some first.")
     if len({tuple(map(report.about.get, ("model", "weights", "data"))) for report in reports}) > 1:
         raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
+    theme, swapped = theme_of(options), dict.fromkeys(path for report in reports for path in report.sites)
     lines = _lines(reports, theme)
-    paths = _paths(reports, sites)
+    paths = list(dict.fromkeys([*(site.name for site in sites if site.name in swapped), *swapped]))
     inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
+    rows, wide = _rows_of_panels(reports, inches)
+    names = list(site_labels(paths, options).values())
+    height = min((_PANEL_INCHES + 0.35) * len(rows) + (names_inches(names) if wide else 0.0), PANELS_INCHES)
+    placements = _placements(sites, paths)
+    parts: dict[str, Any] = {"handles": _handles(lines, placements, theme)}
+    parts["detail"] = count(max(report.all.inputs for report in reports), "input")
+    with sheet_of(options, theme, inches, height, reports[0].about, **parts) as figure:
+        for panel, ax in figure.subplot_mosaic(rows).items():
+            if panel == "ratios":
+                _draw_ratios(ax, lines, paths, theme)
+            else:
+                _draw_panel(ax, lines, panel, paths, placements, theme)
+            if panel in wide:
+                name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
+                ax.set_xlim(-0.5, len(paths) - 0.5)
+        figure.align_ylabels()
+    return figure
+
+
+def _rows_of_panels(reports: Sequence[DriftReport], inches: float) -> tuple[list[Any], list[str]]:
+    """Return the panels of what was measured, as a mosaic, and those as wide as the figure."""
     panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
     wide: list[str] = [panel for panel in ("by_site", "at_sites") if panel in panels]
     wide += ["ratios"] if len(reports) > 1 and "by_site" in wide else []
     narrow = [panel for panel in ("cumulative", "by_part") if panel in panels]
     abreast = max(1, len(narrow)) if inches >= _LEAST_ABREAST * len(narrow) else 1
-    rows: list[Any] = [[panel] * abreast for panel in wide] + [
-        narrow[n : n + abreast] for n in range(0, len(narrow), abreast)
-    ]
-    names = list(site_labels(paths, options).values())
-    inputs = count(max(report.all.inputs for report in reports), "input")
-    height = (_PANEL_INCHES + 0.35) * len(rows) + (names_inches(names) if wide else 0.0)
-    handles = _handles(lines, sites, paths, theme)
-    with sheet_of(options, theme, inches, height, reports[0].about, detail=inputs, handles=handles) as figure:
-        for panel, ax in figure.subplot_mosaic(rows).items():
-            if panel == "ratios":
-                _draw_ratios(ax, lines, paths, theme)
-            else:
-                _draw_panel(ax, lines, panel, paths)
-                _finish(ax, theme)
-            if panel in wide:
-                ax.set_xlim(-0.5, len(paths) - 0.5)
-                name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
-            if panel in wide[:1]:
-                _sign_placements(ax, sites, paths, theme)
-        figure.align_ylabels()
-    return figure
+    rows: list[Any] = [narrow[n : n + abreast] for n in range(0, len(narrow), abreast)]
+    return [*([panel] * abreast for panel in wide), *rows], wide
 
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
@@ -131,32 +139,30 @@ def curve_name(func: str) -> str:
         return func
 
 
-def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[str]:
-    swapped = dict.fromkeys(path for report in reports for path in report.sites)
-    listed = [site.name for site in sites if site.name in swapped]
-    return [*listed, *(path for path in swapped if path not in listed)]
-
-
-def _handles(
-    lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
-) -> list[Artist]:
+def _handles(lines: Sequence[_DriftLine], placements: Mapping[str | None, list[int]], theme: Style) -> list[Artist]:
     faint = theme.faint
     handles: list[Artist] = [key(line.label, line.colour, line.dashes, marker=line.marker, ms=3) for line in lines]
     handles.append(key("10th to 90th percentile", faint, "", marker="|", ms=6))
-    if any(_infinite(row.relative_l2) for line in lines for row in line.report.rows):
+    if any(math.isinf(row.relative_l2.p90) for line in lines for row in line.report.rows):
         handles.append(key("not finite", theme.ink, "", marker="X", ms=4))
-    for placement in dict.fromkeys(site.placement for site in sites if site.name in paths):
+    for placement in placements:
         label = placement or "beside the residual stream"
         handles.append(key(label, faint, "", marker=_PLACEMENTS[placement], ms=3.2))
     return handles
 
 
-def _infinite(quantiles: Quantiles) -> bool:
-    return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
-
-
-def _draw_panel(ax: Axes, lines: Sequence[_DriftLine], panel: str, paths: Sequence[str]) -> None:
-    """A dot and a bar for each row of each swap, and the title and x of the panel."""
+def _draw_panel(
+    ax: Axes,
+    lines: Sequence[_DriftLine],
+    panel: str,
+    paths: Sequence[str],
+    placements: Mapping[str | None, list[int]],
+    theme: Style,
+) -> None:
+    """A dot and a bar for each row of each swap, the axes and the title of the panel, and signs of placements."""
+    for placement, x in placements.items() if panel == "by_site" else ():
+        look: dict[str, Any] = {"marker": _PLACEMENTS[placement], "ms": 2.6, "color": theme.faint, **_OUTSIDE}
+        ax.plot(x, [1.06] * len(x), transform=ax.get_xaxis_transform(), **look)
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     places = {name: place for place, name in enumerate(parts if panel == "by_part" else paths)}
     for line in lines:
@@ -175,6 +181,14 @@ def _draw_panel(ax: Axes, lines: Sequence[_DriftLine], panel: str, paths: Sequen
         ax.set_xlabel(shared or "part of the data")
         title = f"the output by {shared or 'part of the data'}, all sites swapped"
     ax.set_title(title, loc="left", pad=_SIGNS_POINTS if panel == "by_site" else None)
+    high = ax.dataLim.y1
+    ax.set_ylabel("relative L2")
+    if not scale_where_wide(ax):
+        ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
+    bottom, top = ax.get_ylim()
+    if bottom < 1 < 1.5 * top:
+        ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
+    draw_guides(ax, theme)
 
 
 def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -192,8 +206,8 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
         ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
     ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
     ax.set_title(f"each site swapped alone, as a multiple of {literal(lines[0].label)}", loc="left")
-    scale_where_wide(ax)
     ax.set_ylabel("ratio of medians")
+    scale_where_wide(ax)
     draw_guides(ax, theme)
 
 
@@ -205,7 +219,7 @@ def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *,
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
     _draw_bars(ax, [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)], line.colour, alpha=0.8)
-    if x := [x for x, quantiles in points if _infinite(quantiles)]:  # crosses at the upper edge
+    if x := [x for x, quantiles in points if math.isinf(quantiles.p90)]:  # crosses at the upper edge
         look: dict[str, Any] = {"marker": "X", "ms": 3.6, "mew": 0, "color": line.colour, "zorder": 5, **_OUTSIDE}
         ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), **look)
 
@@ -216,46 +230,33 @@ def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any,
     ax.vlines([x for x, _ in points], low, high, color=colour, lw=0.7, alpha=alpha)
 
 
-def _finish(ax: Axes, theme: Style) -> None:
-    """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
-    high = ax.dataLim.y1
-    if not scale_where_wide(ax):
-        ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
-    bottom, top = ax.get_ylim()
-    if bottom < 1 < 1.5 * top:
-        ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
-    ax.set_ylabel("relative L2")
-    draw_guides(ax, theme)
-
-
-def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> None:
-    placements, edge = {site.name: site.placement for site in sites}, ax.get_xaxis_transform()
-    for placement, marker in _PLACEMENTS.items():
-        x = [number for number, path in enumerate(paths) if path in placements and placements[path] == placement]
-        ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)
+def _placements(sites: Sequence[NormSite], paths: Sequence[str]) -> dict[str | None, list[int]]:
+    """Return the numbers of the sites of each placement; nothing if all have the same."""
+    placements: dict[str | None, list[int]] = {}
+    for site in sites:
+        if site.name in paths:
+            placements.setdefault(site.placement, []).append(paths.index(site.name))
+    return placements if len(placements) > 1 else {}
 
 
 def with_unit(measure: str) -> str:
     return f"{measure} [nats]" if measure.startswith("KL") else measure
 
 
-def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
+def plot_keep(report: KeepReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
-    Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
-    ones. An open square is the calibrated swap on the held-out inputs; crosses are medians after ``after`` on the
-    inputs that decide there. The dotted line is the original's quality; bars of quality are 95 % intervals. Each tick
-    names the norm kept in addition.
+    Medians with bars from the 10th to the 90th percentile over inputs; of the quality, 95 % intervals. An open square
+    is the calibrated swap on held-out inputs; crosses are medians after ``after`` on the inputs that decide there. Each
+    tick names the norm kept in addition.
 
     Args:
         report: what :func:`normscope.keep` returned.
-        title: above all panels.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         UsageError: if an option is not valid.
     """
-    options.setdefault("title", title)
     theme, quality = theme_of(options), report.quality
     series = _keep_series(report, theme)
     handles: list[Artist] = [key(label, **look) for label, points, look in series if points]
@@ -265,8 +266,10 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     rows = 2 if quality and columns == 1 else 1
     labels = site_labels(report.sites, options)
     last = max([len(report.kept), *(step.kept for step in report.steps if step.worked_on is not None)])
-    names = [f"{labels[step.site] if step.site else 'none'}  {step.kept}" for step in report.steps[: last + 1]]
-    height = (_KEEP_INCHES[1] + names_inches(names)) * rows
+    names = [labels[step.site] if step.site else "none" for step in report.steps[: last + 1]]
+    every = math.ceil(len(names) * max(map(width_of, names)) / (inches / columns - 2 * _EDGE_INCHES))
+    ticks = ["" if kept % every else f"{kept}\n{literal(name)}" for kept, name in enumerate(names)]
+    height = (_KEEP_INCHES[1] + 0.15) * rows
     with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flat
         _draw_kept_drift(axes[0], report, series)
@@ -274,7 +277,7 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
             _draw_kept_quality(axes[1], report, series[1][2], theme)
         for ax in axes:
             ax.set_xlabel(f"norms kept, of {len(report.sites)}")
-            name_sites(ax, names, inches / columns - _EDGE_INCHES)
+            ax.set_xticks(range(len(ticks)), ticks, fontproperties=NOTE)
             ax.margins(x=0.06)
             draw_guides(ax, theme)
     return figure
@@ -283,7 +286,7 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
 def _keep_series(report: KeepReport, theme: Style) -> list[_Series]:
     """Return label, points and look of the inputs of the choice, of held-out ones, and of calibrated swaps."""
     dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
-    held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
+    held_out: dict[str, Any] = {"color": theme.channels[1], "marker": "s", "ls": "-", **dots}
     n_held_out = next((step.held_out.n for step in report.taken if step.held_out is not None), 0)
     calibrated = [(len(report.kept) + 2 * _ASIDE, report.calibrated)] if report.calibrated else []
     tried = [step for step in report.steps if not calibrated or step.kept != len(report.kept)]
@@ -291,7 +294,7 @@ def _keep_series(report: KeepReport, theme: Style) -> list[_Series]:
         (
             f"uncalibrated, {count(report.n_chosen_on, 'input')} used to choose",
             [(step.kept - _ASIDE, step.error) for step in report.taken],
-            {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots},
+            {"color": theme.channels[0], "marker": "o", "ls": (0, (3, 1.5)), **dots},
         ),
         (
             f"uncalibrated, {n_held_out} held-out inputs",
@@ -312,9 +315,9 @@ def _draw_kept_drift(ax: Axes, report: KeepReport, series: list[_Series]) -> Non
         medians = [value.p50 if isinstance(value, Quantiles) else value for _, value in points]
         ax.plot([x for x, _ in points], medians, **look)
         _draw_bars(ax, [(x, value) for x, value in points if isinstance(value, Quantiles)], look["color"])
+    ax.set_ylabel(with_unit(report.measure))
     if not scale_where_wide(ax):
         ax.set_ylim(0, None)
-    ax.set_ylabel(with_unit(report.measure))
 
 
 def _draw_kept_quality(ax: Axes, report: KeepReport, look: dict[str, Any], theme: Style) -> None:

@@ -18,7 +18,6 @@ from normscope.show.figures.sheet import draw_guides, key
 from normscope.show.figures.style import Style
 
 MARKERS = "osD^vP*X"
-_STRAIGHT_AT = 0.04  # of a panel's height: open markers of fits without the panel's number
 
 
 @dataclass(frozen=True)
@@ -43,25 +42,24 @@ def r_squared(fits: Sequence[CurveFit]) -> FitNumber:
     return _R2 if all(fit.r2_cv is None for fit in fits) else _HELD_OUT
 
 
-def draw_number(ax: Axes, number: FitNumber, points: Sequence[tuple[float, CurveFit]], look: Mapping[str, Any]) -> None:
-    """Draw a number of each fit at its x, with 95 % intervals; of R² also the ceiling.
+def draw_number(
+    ax: Axes, number: FitNumber, points: Sequence[tuple[float, CurveFit]], look: Mapping[str, Any], ceiling: Any
+) -> None:
+    """Draw a number of each fit at its x, with 95 % intervals; of R² also the ceiling, in a colour.
 
-    Markers of fits whose A and α are not identified are open, and at the lower edge where the number is missing.
+    A ceiling that is known to be too low is not drawn. Markers of fits whose A and α are not identified are open.
     """
-    colour, marker = look["color"], {**look, "ls": "", "ms": 3, "mew": 0.8}
+    marker = {**look, "ls": "", "ms": 3, "mew": 0.8}
     values = [number.value(fit) for _, fit in points]
-    ax.plot([x for x, _ in points], values, color=colour, lw=0.9, zorder=2)
+    ax.plot([x for x, _ in points], values, lw=0.9, zorder=2, **{**look, "marker": ""})
     for (x, fit), y in zip(points, values, strict=True):
-        face = ax.get_facecolor() if fit.doubt else colour
         if math.isfinite(y):
-            ax.plot([x], [y], mfc=face, zorder=3, **marker)
-            ax.plot([x, x], fit.intervals.get(number.name, (y, y)), color=colour, lw=0.7, zorder=1)
-        elif fit.doubt:
-            ax.plot([x], [_STRAIGHT_AT], mfc=face, transform=ax.get_xaxis_transform(), zorder=3, **marker)
-    ceilings = [(x, fit.r2_ceiling) for x, fit in points if fit.r2_ceiling is not None]
+            ax.plot([x], [y], mfc=ax.get_facecolor() if fit.doubt else look["color"], zorder=3, **marker)
+            ax.plot([x, x], fit.intervals.get(number.name, (y, y)), color=look["color"], lw=0.7, zorder=1)
     if number in (_R2, _HELD_OUT):
-        look = {"color": colour, "ls": ":", "lw": 0.9, "marker": "_", "ms": 4, "zorder": 1}
-        ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], **look)
+        ceilings = [(x, fit.r2_ceiling) for x, fit in points if fit.r2_ceiling is not None and not fit.x_repeats]
+        dots: dict[str, Any] = {"color": ceiling, "ls": ":", "lw": 0.9, "marker": "_", "ms": 4, "zorder": 1}
+        ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], **dots)
 
 
 def handles_of_fits(fits: Sequence[CurveFit], theme: Style) -> list[Artist]:
@@ -69,7 +67,7 @@ def handles_of_fits(fits: Sequence[CurveFit], theme: Style) -> list[Artist]:
     handles: list[Artist] = []
     if any(fit.doubt for fit in fits):
         reasons = " or ".join(dict.fromkeys(fit.doubt for fit in fits if fit.doubt and not fit.unidentified))
-        label = f"open: {reasons + ', ' if reasons else ''}A and α not identified"
+        label = f"open: {reasons + ', so ' if reasons else ''}no A and α"
         handles.append(key(label, theme.ink, "", marker="o", mfc=theme.background, ms=3.2))
     if any(fit.r2_ceiling is not None for fit in fits):
         handles.append(key("ceiling: held-out R² of the best function of x", theme.ink, ":", marker="_", ms=4))
@@ -82,7 +80,7 @@ def finish(ax: Axes, number: FitNumber, theme: Style) -> None:
     """Draw guides, and say in words if no fit has the number."""
     draw_guides(ax, theme)
     if not ax.dataLim.y0 < math.inf:
-        ax.text(0.5, 0.5, f"no {number.label} identified", ha="center", va="center", transform=ax.transAxes)
+        ax.text(0.5, 0.5, f"no {number.label}\nidentified", ha="center", va="center", transform=ax.transAxes)
 
 
 def draw_against_std(

@@ -12,7 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,23 +31,24 @@ from normscope.show.figures.text import LINE_POINTS, NOTE, that_fits, wrapped
 
 Array = NDArray[np.float64]
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
-_LEAST_INCHES, _LEAST_PANEL = 3.5, 1.7
+_LEAST_INCHES, _LEAST_PANEL = 3.5, 1.3
 _PANEL_INCHES = (2.35, 1.75)
+_LEFT: dict[str, Any] = {"loc": "left", "parse_math": False, "fontproperties": NOTE}
 _MOST_COLUMNS = 6
+_FEW_TIMES = 3  # between the values of a logarithmic axis with even ticks
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
 _GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
-_FOOT = "p84/p16: ratio of percentiles over the drawn tokens; the grey line: where the tail begins, 1 % of the pairs"
+_FOOT = "×: 84th over 16th percentile over the drawn tokens; tail: 1 % of the pairs, right of the grey line"
 
 
 def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Unpack[FigureOptions]) -> Figure:
     """Draw every site's Jacobian.
 
     Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of
-    each fitted curve, on the linear axis of :func:`normscope.plot`. Below, over the drawn tokens, what DyT and DyISRU
-    hold constant against |x|, in one unit: medians, and of DyT's the range from quantile 0.16 to 0.84; the assumption
-    holds where a line is flat and its range narrow.
+    each fitted curve. Below, what DyT and DyISRU hold constant against |x|: medians over the drawn tokens, and of DyT's
+    the range from quantile 0.16 to 0.84. The assumption holds where a line is flat and its range narrow.
 
     Args:
         capture: what :func:`normscope.capture` returned with ``diagonal=True``.
@@ -66,12 +67,10 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
     room = (inches - 0.3) / across - _EDGE_INCHES
     names = site_labels((site.name for site in capture.sites), options)
     heads = [wrapped(_head(view), room) for view in views]
-    height = 2 * _PANEL_INCHES[1] + (max(map(len, heads)) + 3) * LINE_POINTS / 72
-    samples, handles = count(capture.n_samples, "sample"), _handles(views, fits, theme)
-    foot = [*_share_of_diagonal(views), _FOOT]
-    with sheet_of(
-        options, theme, inches, height * blocks, capture.about, detail=samples, handles=handles, foot=foot
-    ) as figure:
+    height = 2 * min(_PANEL_INCHES[1], room) + (max(map(len, heads)) + 3) * LINE_POINTS / 72
+    parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "handles": _handles(views, fits, theme)}
+    parts["foot"] = [*_share_of_diagonal(views), _FOOT]
+    with sheet_of(options, theme, inches, height * blocks, capture.about, **parts) as figure:
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -80,7 +79,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
             above, below = axes[2 * block : 2 * block + 2, column]
             fits_here = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
             _draw_site(above, below, site, capture.stats[site.name], view, fits_here, theme, room)
-            _write(above, [names[site.name], *head])
+            above.set_title("\n".join([names[site.name], *head]), **_LEFT)
             if column == 0:
                 above.set_ylabel("∂y$_i$/∂x$_i$", labelpad=1)
                 below.set_ylabel("σ and √C, in units of x", labelpad=1)
@@ -105,10 +104,6 @@ def _draw_site(
     below.set_visible(True)
     _draw_diagonal(above, site, stats, drawn, fits, style, inches)
     _draw_constants(below, view, drawn, style, inches)
-
-
-def _write(ax: Axes, lines: Sequence[str]) -> None:
-    ax.set_title("\n".join(lines), loc="left", parse_math=False, fontproperties=NOTE)
 
 
 def _decline(ax: Axes, reason: str, inches: float) -> None:
@@ -183,7 +178,8 @@ def _draw_constants(ax: Axes, view: GradientView, drawn: DrawnJacobians, style: 
     look: dict[str, Any] = {"color": style.channels[0], "s": 3, "lw": 0, "alpha": 0.6, "rasterized": True}
     ax.scatter(*_thinned(largest[largest > drawn.tail], values[largest > drawn.tail]), **look)
     ax.set(xscale="log", yscale="log", xlabel="|x|")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    few = ax.dataLim.y1 < _FEW_TIMES * ax.dataLim.y0
+    ax.yaxis.set_major_locator(MaxNLocator(4) if few else LogLocator(subs=(1, 2, 5), numticks=8))
     ax.yaxis.set_minor_locator(NullLocator())
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -191,10 +187,10 @@ def _draw_constants(ax: Axes, view: GradientView, drawn: DrawnJacobians, style: 
     sign = "σ" if view.centred else "ρ"
     parts = [(part, view.constants[part]) for part in ("centre", "tail")]
     ratios = [
-        f"{part} {sign} {_written(ratio.scale.ratio, '.3g')}, √C {_written(ratio.others.ratio, '.3g')}"
+        f"{part}: {sign} ×{_written(ratio.scale.ratio, '.3g')}, √C ×{_written(ratio.others.ratio, '.3g')}"
         for part, ratio in parts
     ]
-    _write(ax, [f"p84/p16: {ratios[0]}", ratios[1]])
+    ax.set_title("\n".join(ratios), **_LEFT)
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Unpack
+from collections.abc import Mapping
+from typing import Unpack
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from normscope.curves.known import FLAT
 from normscope.errors import DataError, count
-from normscope.fits.saturation import saturation
+from normscope.fits.saturation import Saturation, saturation
 from normscope.norms.sites import kind_of_site
 from normscope.pairs.captures import Capture
 from normscope.show.figures.fit_numbers import MARKERS, draw_against_std
@@ -44,30 +46,32 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
     theme, functions = theme_of(options), saturation(capture)
     if not functions:
         raise DataError("There is no point-wise function in this capture, so that nothing saturates.")
-    sites = [function.site for function in functions]
-    names = list(site_labels(sites, options).values())
-    kinds = [*map(kind_of_site, site_labels(sites, {} if options.get("labels") == NO_LABELS else options).values())]
+    names = site_labels([function.site for function in functions], options)
+    short = site_labels(names, {}) if options.get("labels") == NO_LABELS else names
+    kinds = [*map(kind_of_site, short.values())]
     markers = dict(zip(dict.fromkeys(kinds), itertools.cycle(MARKERS), strict=False))
-    colours = dict(zip(_SHARES, (*theme.curves[1:4], theme.curves[0]), strict=True))
+    colours = dict(zip(_SHARES, theme.channels, strict=True))
     handles = [key(kind, theme.ink, "", marker=marker, ms=3) for kind, marker in markers.items()]
     handles += [key("α = 1/std", theme.ink, (0, (4, 2))), *(key(_SHARES[share], colours[share]) for share in _SHARES)]
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 2.4 + _SITE_INCHES * len(names)))
     columns = columns_of({"width": inches}, 2, _BESIDE_INCHES, 2)
-    height, samples = _PANEL_INCHES * 2 / columns + names_inches(names), count(capture.n_samples, "sample")
+    height, samples = _PANEL_INCHES * 2 / columns + names_inches([*names.values()]), count(capture.n_samples, "sample")
     with sheet_of(options, theme, inches, height, capture.about, detail=samples, handles=handles) as figure:
         against, shares = figure.subplots(2 // columns, columns, width_ratios=(1, 1.6)[:columns])
-        points: list[tuple[float, float, dict[str, Any]]] = [
-            (function.inverse_std, abs(function.alpha.p50), {"color": theme.ink, "marker": markers[kind]})
-            for function, kind in zip(functions, kinds, strict=True)
-            if math.isfinite(function.inverse_std) and function.alpha.p50
-        ]
-        draw_against_std(against, points, theme, 1.0)
-        for (kind, marker), (share, colour) in itertools.product(markers.items(), colours.items()):
-            places = [n for n, kind_here in enumerate(kinds) if kind_here == kind]
-            percent = 100 * np.array([getattr(functions[n], share) for n in places], float)  # None becomes NaN
-            shares.plot(places, percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9, clip_on=False)
+        looks = [{"color": theme.ink, "marker": markers[kind]} for kind in kinds]
+        points = [(f.inverse_std, abs(f.alpha.p50), look) for f, look in zip(functions, looks, strict=True)]
+        draw_against_std(against, [point for point in points if math.isfinite(point[0]) and point[1]], theme, 1.0)
         against.set(xlabel="1 / std of x", ylabel="α")
-        shares.set(ylabel="share of pairs [%]", ylim=(0, None))
+        for kind, marker in markers.items():
+            _draw_shares(shares, {n: f for n, f in enumerate(functions) if kinds[n] == kind}, marker, colours)
         draw_guides(shares, theme)
-        name_sites(shares, names, 0.6 * inches if columns == 2 else inches - _SIDES_INCHES)
+        name_sites(shares, [*names.values()], 0.6 * inches if columns == 2 else inches - _SIDES_INCHES)
     return figure
+
+
+def _draw_shares(ax: Axes, functions: Mapping[int, Saturation], marker: str, colours: Mapping[str, str]) -> None:
+    """Draw the shares of one kind of functions, by the number of each."""
+    for share, colour in colours.items():
+        percent = 100 * np.array([getattr(function, share) for function in functions.values()], float)  # None: NaN
+        ax.plot([*functions], percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9, clip_on=False)
+    ax.set(ylabel="share of pairs [%]", ylim=(0, None))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -31,9 +32,11 @@ from normscope.show.figures.text import NOTE, literal, width_of, wrapped
 from normscope.show.tables.markup import latex
 
 NONE = "none"
+PANELS_INCHES = 7.8  # height of all panels at most, so that with title, legend and foot a page of 9 contains them
 FORMATS = ("png", "svg", "pdf")
+DPI = 200
 _LEAST_DPI = 300  # of the points within a vector graphic
-MANY_TIMES = 4  # between the values of a logarithmic axis, at least
+MANY_TIMES, _DECADES = 4, 200  # between the values of a logarithmic axis: at least, and of one with powers of ten alone
 _LEGEND, _TITLE = FontProperties(size=6.5), FontProperties(size=7.5)
 _DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
 PAGE_INCHES = 9.0  # height of a paper's text
@@ -59,6 +62,9 @@ class Sheet(Figure):
     def draw(self, renderer: Any) -> None:
         with matplotlib.rc_context(self.math):
             super().draw(renderer)
+
+    def savefig(self, fname: Any, **options: Any) -> None:
+        super().savefig(fname, **{"dpi": DPI, **options})
 
 
 @contextlib.contextmanager
@@ -231,12 +237,24 @@ def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
     return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}
 
 
+def plain(value: float, digits: int = 6) -> str:
+    """Write a positive number without a power of ten.
+
+    >>> plain(5e-05), plain(0.00049123, 3), plain(20.0)
+    ('0.00005', '0.000491', '20')
+    """
+    return np.format_float_positional(value, digits, fractional=False, trim="-")
+
+
 def scale_by_factors(ax: Axes) -> None:
-    """Make the axis of y logarithmic, with plain numbers beside it."""
+    """Make the axis of y logarithmic, name it so, and write all of its numbers in one notation."""
+    low, high = ax.dataLim.y0, ax.dataLim.y1
     ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > _DECADES * low else (1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: plain(y)))
     ax.yaxis.set_minor_formatter(NullFormatter())
+    if ax.get_ylabel():
+        ax.set_ylabel(f"{ax.get_ylabel()}, log")
 
 
 def scale_where_wide(ax: Axes) -> bool:
@@ -253,7 +271,7 @@ def draw_guides(ax: Axes, style: Style) -> None:
     ax.grid(axis="y", color=style.faint, alpha=0.25, lw=0.5)
 
 
-def save_figure(figure: Figure, path: str | Path, shown: Any = None, dpi: int = 200) -> Path:
+def save_figure(figure: Figure, path: str | Path, shown: Any = None, dpi: int = DPI) -> Path:
     """Write a figure to a file whose suffix is its format, with its provenance in the metadata, and its caption beside.
 
     Args:

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, count
-from normscope.fits.card import NormCard
+from normscope.fits.card import NormCard, Tails
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.show.figures.sheet import draw_guides, inches_of, key, sheet_of, site_labels
@@ -30,19 +30,17 @@ _NAMED = 6  # channels or positions beside a map
 _TIMES = 10.0  # the share that channels alike would have: from there on a channel is named
 _DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
 _COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
-_MASSIVE = "×: massive activations, |x| beyond 100 and 1000 times the median"
+_MASSIVE = "×: massive activations: |x| > 100 and |x| > 1000 times the median of |x|"
 _SETS_SIGMA = "○: sets σ, and produces little output: its share of Σ(γy)² is under a tenth of that of Σx²"
 
 
 def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[FigureOptions]) -> Figure:
     """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
 
-    Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
-    times as much as they would if all were alike are named at the right. Below, dots whose area is the number of the 16
-    tokens of largest |x| at each position within their samples. A cross marks a site with massive activations (|x|
-    beyond 100 and beyond 1000 times the median, arXiv 2402.17762). A ring marks a leading channel whose share of
-    Σ(γy)² is under a tenth of its share of Σx²: it sets σ, and hardly any output. Of networks whose widths differ, each
-    column goes to its site's number of channels.
+    Above, each channel's share of Σx² over all pairs; channels with ten times the mean share are named at the right.
+    Below, dots whose area is the number of the 16 tokens of largest |x| at each position. A cross marks a site with
+    massive activations (|x| > 100 and |x| > 1000 times the median, arXiv 2402.17762), a ring a leading channel whose
+    share of Σ(γy)² is under a tenth of its share of Σx²: it sets σ, and hardly any output.
 
     Args:
         capture: what :func:`normscope.capture` returned.
@@ -59,32 +57,36 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
         raise DataError("No site holds a pair, so that there are no tails to draw.")
     by_site = {card.site: card.tails for card in cards if card.tails is not None}
     tails = {number: by_site[site] for number, site in enumerate(sites) if site in by_site}
-    massive = [number for number, site_tails in tails.items() if site_tails.massive]
-    rings = [
-        (number, channel.channel)
-        for number, site_tails in tails.items()
-        for channel in site_tails.channels
-        if channel.of_output is not None and channel.of_output < channel.share / 10
-    ]
+    massive, rings = _marks(tails)
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
     dot: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
     handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **dot) for n in _COUNTS]
-    foot = [text for text, marked in ((_MASSIVE, massive), (_SETS_SIGMA, rings)) if marked]
+    foot = [text for text, marked in ((_MASSIVE, massive), (_SETS_SIGMA, len(rings))) if marked]
     names = list(site_labels(sites, options).values())
     height, samples = 0.6 + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
     with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
         _draw_channels(channels, [shares_of(capture, site) for site in sites], theme)
-        channels.scatter(*np.array(rings, int).reshape(-1, 2).T, 40, "none", edgecolors=theme.ink, clip_on=False)
+        channels.scatter(*rings.T, 40, "none", edgecolors=theme.ink, clip_on=False)
         for number in massive:
             write_at(channels, "×", (number, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
-        _draw_positions(
-            tokens, {number: dict(site_tails.positions) for number, site_tails in tails.items()}, most, theme
-        )
+        _draw_positions(tokens, tails, most, theme)
         name_sites(tokens, names, inches - _SIDES_INCHES)
         tokens.set_xlim(-0.5, len(sites) - 0.5)
     return figure
+
+
+def _marks(tails: Mapping[int, Tails]) -> tuple[list[int], NDArray[np.int64]]:
+    """Return the sites with massive activations, and sites and leading channels without output, int64 ``(n, 2)``."""
+    rings = [
+        (number, channel.channel)
+        for number, of_site in tails.items()
+        for channel in of_site.channels
+        if channel.of_output is not None and channel.of_output < channel.share / 10
+    ]
+    massive = [number for number, of_site in tails.items() if of_site.massive]
+    return massive, np.array(rings, int).reshape(-1, 2)
 
 
 def shares_of(capture: Capture, site: str) -> Array:
@@ -114,12 +116,12 @@ def _draw_channels(ax: Axes, shares: Sequence[Array], theme: Style) -> None:
     bar.set_label("share of Σx² at the site [%]")
     bar.minorticks_off()
     ax.set_ylabel("channel")
-    _name_rows(ax, peaks, rows * pooled, theme)
+    _name_rows(ax, peaks, rows * pooled, f"over {_TIMES:g} times the mean share", theme)
 
 
-def _draw_positions(ax: Axes, positions: Mapping[int, Mapping[int, int]], most: float, theme: Style) -> None:
+def _draw_positions(ax: Axes, tails: Mapping[int, Tails], most: float, theme: Style) -> None:
     """Draw a dot for the tokens at each position of each site, ``most`` points wide if it has all of the site's."""
-    dots = [(site, position, n) for site, counts in positions.items() for position, n in counts.items()]
+    dots = [(site, position, n) for site, of_site in tails.items() for position, n in dict(of_site.positions).items()]
     totals = Counter[int]()
     for _, position, n in dots:
         totals[position] += n
@@ -128,14 +130,16 @@ def _draw_positions(ax: Axes, positions: Mapping[int, Mapping[int, int]], most: 
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylabel("position of the tokens\nof largest |x|")
     draw_guides(ax, theme)
-    _name_rows(ax, totals, max(totals, default=0) + 1, theme)
+    _name_rows(ax, totals, max(totals, default=0) + 1, "commonest positions", theme)
 
 
-def _name_rows(ax: Axes, weights: Mapping[int, float], top: int, theme: Style) -> None:
-    """Write numbers of rows at the right edge, the weightiest first, where none would run into another."""
+def _name_rows(ax: Axes, weights: Mapping[int, float], top: int, title: str, theme: Style) -> None:
+    """Write numbers of rows at the right edge, the weightiest first, where none would run into another; and a title."""
     named: list[int] = []
     for number in sorted(weights, key=lambda number: -weights[number])[:_NAMED]:
         if all(abs(number - above) > 0.05 * top for above in named):
             named.append(number)
             look = {"va": "center", "fontsize": LEAST_POINTS, "color": theme.ink}
             write_at(ax, f"{number}", (1, number), (3, 0), ("axes fraction", "data"), **look)
+    if named:
+        write_at(ax, title, (1, 0.5), (20, 0), va="center", fontsize=LEAST_POINTS, color=theme.faint, rotation=90)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,15 +15,14 @@ from normscope.show.figures.drift import curve_name
 from normscope.show.figures.panels import outline
 from normscope.show.figures.sheet import columns_of, inches_of, sheet_of
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
-from normscope.show.figures.text import width_of
+from normscope.show.figures.text import write_at
 from normscope.swaps.inits import published_name
 from normscope.tools.bench.reports import FASTER, INCONCLUSIVE, NATIVE, SLOWER, BenchReport, Timing
 from normscope.tools.bench.table import SCOPES, duration
 
-_PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9
-_BARS_INCHES = 1.9  # of a panel, beside the names of the bars
+_PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 1.7, 0.155, 0.9
 _MOST_ACROSS = 4
-_MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
+_MOST_MEDIANS = 1.15  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _TITLE, _SMALL = FontProperties(size=7), FontProperties(size=LEAST_POINTS)
 
@@ -32,8 +31,8 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, quartiles as whiskers.
 
     A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
-    median: the eager one's for ``fused``. A ratio to it, bold for the verdict ``faster`` and in italics for ``slower``,
-    stands at each bar. The norm alone and the whole network have a panel for each number of passes.
+    median: the eager one's for ``fused``. Right of each bar is the ratio to it, bold for the verdict ``faster`` and in
+    italics for ``slower``. The norm alone and the whole network have a panel for each number of passes.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -49,7 +48,8 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
     across = columns_of(options, len(panels), _LEAST_PANEL_INCHES, _MOST_ACROSS)
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
-    heights = [max(map(_height, beside)) for beside in rows_of_panels]
+    # In bars, with a heading and a gap for each group.
+    heights = [max(len(r) + (_GAP + 1) * len(_by_way(r)) - _GAP for r in beside) for beside in rows_of_panels]
     inches = inches_of(options.get("width"), max(4.6, 0.3 + _PANEL_INCHES * across))
     height = sum(0.5 + _BAR_INCHES * height for height in heights)
     with sheet_of(options, theme, inches, height, report.about, detail=report.device, foot=[_signs(report)]) as figure:
@@ -65,11 +65,6 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
 
 def _by_way(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
     return [(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
-
-
-def _height(rows: Sequence[Timing]) -> float:
-    """Height of a panel in bars, with a heading and a gap for each group."""
-    return len(rows) + (_GAP + 1) * len(_by_way(rows)) - _GAP
 
 
 def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None:
@@ -99,7 +94,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.xaxis.set_major_locator(MaxNLocator(4))
     first = rows[0]
     ax.set_xlabel(f"time [{unit}]", labelpad=1)
-    detail = "×".join(map(str, first.shape)) + f" · {first.dtype}"
+    detail = f"input {'×'.join(map(str, first.shape))}, {first.dtype}"
     ax.set_title(f"{SCOPES[first.scope].removeprefix('the ')}, {first.passes}\n{detail}", fontproperties=_TITLE)
 
 
@@ -107,27 +102,18 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     if row.median is None or row.p25 is None or row.p75 is None:
         ax.text(0.01 * right, y, "not run", color=style.faint, va="center", fontproperties=_SMALL)
         return
-    colour = style.ink if row.variant == NATIVE else _colour(row.variant, style)
+    colour = style.ink if row.variant == NATIVE else style.looks().get(curve_name(row.variant), (style.faint,))[0]
     ax.barh(y, row.median / scale, height=0.72, color=colour, lw=0.6, zorder=2)
     low, high = row.p25 / scale, row.p75 / scale
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:#.3g}".rstrip(".")
     font = FontProperties(size=LEAST_POINTS, weight="bold" if row.verdict == FASTER else "normal")
     if row.verdict == SLOWER:
         font.set_style("italic")
-    room = width_of(text, font) / _BARS_INCHES * right
-    behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
-    place = min(max(row.median / scale, high) + 0.02 * right, right - room)
-    ends = [low, max(low, min(high, place))]
-    arrow = ">" if high > ends[1] else ""  # the whisker goes on beyond the panel
+    ends = [low, max(low, min(high, right))]
+    arrow = ">" if high > right else ""  # the whisker goes on beyond the panel
     (whisker,) = ax.plot(ends, [y, y], color=style.ink, lw=0.8, zorder=5, path_effects=outline(style))
     whisker.set(marker=arrow, markevery=[1], markersize=3, markeredgewidth=0)
-    ax.text(place, y, text, va="center", fontproperties=font, color=style.ink, bbox=behind, zorder=6)
-
-
-def _colour(variant: str, style: Style) -> Any:
-    """Return a curve's colour in all figures; other variants are faint."""
-    colour, _ = style.looks().get(curve_name(variant), (style.faint, ""))
-    return colour
+    write_at(ax, text, (1, y), (2, 0), ("axes fraction", "data"), va="center", fontproperties=font, color=style.ink)
 
 
 def _signs(report: BenchReport) -> str:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from normscope.show.figures.drift import with_unit
-from normscope.show.figures.sheet import inches_of, key, scale_where_wide, sheet_of
+from normscope.show.figures.sheet import inches_of, key, plain, scale_where_wide, sheet_of
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
 from normscope.show.figures.text import write_at
 from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
@@ -21,7 +21,7 @@ _LEAST_ABREAST = 4.5  # of the panels beside one another
 _STAGES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
 
 
-def plot_healing(report: HealReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
+def plot_healing(report: HealReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
 
     Left, the training: its loss between checks, and the median drift at each check on the inputs that decide, with a
@@ -31,23 +31,21 @@ def plot_healing(report: HealReport, title: str | None = None, /, **options: Unp
 
     Args:
         report: what :func:`normscope.heal` returned.
-        title: above all panels.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         UsageError: if an option is not valid.
     """
-    options.setdefault("title", title)
     theme = theme_of(options)
     inches = inches_of(options.get("width"), _INCHES[0])
     narrow = inches < _LEAST_ABREAST
     stages = [stage for stage in report.drifts if stage != TRAINED or report.training_kept]
     foot = [] if report.training_kept else ["The training lowered the median at no check: no state of it was kept."]
-    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 3, "mew": 0.8, "color": theme.curves[0]}
+    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 3, "mew": 0.8, "color": theme.channels[1]}
     handles = [
         key("state kept", **look),
         key("state not kept", mfc=theme.background, **look),
-        key("10th to 90th percentile", theme.curves[0], "", marker="|", ms=6),
+        key("10th to 90th percentile", theme.channels[1], "", marker="|", ms=6),
     ]
     if report.before_training is not None:
         handles.append(key("before training", theme.ink, "--"))
@@ -69,17 +67,17 @@ def _draw_course(losses: Axes, course: Axes, report: HealReport, look: dict[str,
     losses.plot([step for step, _ in loss], [value for _, value in loss], color=theme.ink, lw=1.1, ds="steps-pre")
     losses.set_ylabel("training\nloss")
     losses.tick_params(labelbottom=False)
-    for kept, face in ((True, theme.curves[0]), (False, theme.background)):
+    for kept, face in ((True, look["color"]), (False, theme.background)):
         shown = [(check.step, check.drift) for check in report.checks if check.kept == kept and check.drift is not None]
         course.plot([step for step, _ in shown], [drift for _, drift in shown], mfc=face, zorder=3, **look)
     if report.before_training is not None:
         course.axhline(report.before_training, color=theme.ink, ls="--", lw=0.9)
-    for ax in (losses, course):
-        scale_where_wide(ax)
     end = max((check.step for check in report.checks), default=1)
     course.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
     course.set_xlabel("training steps")
-    course.set_ylabel(f"{with_unit(report.measure)},\n{report.n_judged} samples that decide")
+    course.set_ylabel(f"{with_unit(report.measure)},\n{report.n_judged} inputs that decide")
+    for ax in (losses, course):
+        scale_where_wide(ax)
 
 
 def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict[str, Any], theme: Style) -> None:
@@ -93,11 +91,11 @@ def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict
         face = look["color"] if stage == report.left_with else theme.background
         ax.plot([place], [quantiles["median"]], mfc=face, zorder=3, **look)
         at, beside = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS}
-        write_at(ax, f"{quantiles['median']:.3g}", at, (5, 0), "data", **beside)
+        write_at(ax, plain(quantiles["median"], 3), at, (5, 0), "data", **beside)
+    ax.set_ylabel(f"{with_unit(report.measure)}, {report.n_held_out} held-out inputs")
     if not scale_where_wide(ax):
         ax.set_ylim(bottom=0)
     ax.set_xlim(-0.5, len(stages) - 0.3)
     ax.set_xticks(range(len(stages)), [_STAGES[stage] for stage in stages])
-    ax.set_ylabel(f"{with_unit(report.measure)}, {report.n_held_out} held-out samples")
     kept, change = _STAGES[report.left_with].replace("\n", " "), f"{-100 * report.closed:+.3g} %".replace("-", "−")
     ax.set_title("start values kept" if report.restored else f"{kept} state kept: median {change}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from normscope.curves.known import BY_NAME
@@ -24,6 +25,7 @@ from normscope.pairs.sums.stats import PairStats
 from normscope.show.figures.axes import XAxis, mean_line
 from normscope.show.figures.sheet import (
     MANY_TIMES,
+    PANELS_INCHES,
     columns_of,
     draw_guides,
     inches_of,
@@ -39,15 +41,17 @@ from normscope.tools.probe.timeline import Timeline
 
 Array = NDArray[np.float64]
 _FEW = 4  # sites that are lines; more are the rows of a map
-_COLUMNS, _PANEL_INCHES, _LEAST_PANEL, _HEIGHT = 3, 2.6, 2.0, 1.45
+_TICKS, _MARKED = 5, 24  # probes at most that have ticks, and markers
+_COLUMNS, _PANEL_INCHES, _LEAST_PANEL, _HEIGHT = 3, 2.6, 1.4, 1.45
 _PIXELS = 600  # of a map's width
 _NAME_INCHES, _LINE_INCHES = 0.75, 0.1  # of a site's name beside a map
 _STEPS, _POINTS = 10, 200  # curves in a panel at most, and points of each
 _SCURVE_INCHES, _LEAST_SCURVE = 1.7, 1.15
 _DASHED = (0, (4, 2))
 _SHARES = {f"beyond_{end}": f"|αx + s| > {end}" for end in (1, 2, 3)}
-_SATURATED = "saturated pairs [%]"
-_SITES = {"spread": "σ: 95th over 5th percentile", "offset": "median |μ|/σ", "largest": "largest |x|"}
+_SATURATED, _RANGE = "saturated pairs [%]", "Saturated pairs: median over the sites, and their range"
+_ABOVE = "Above panels: R² of the fitted {}, or a function's α, at the first and the last step"
+_SITES = {"spread": "σ: 95th/5th percentile", "offset": "median |μ|/σ", "largest": "largest |x|"}
 
 
 def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figure:
@@ -72,32 +76,27 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
     columns = columns_of(options, len(panels), _LEAST_PANEL, _COLUMNS)
     rows = math.ceil(len(panels) / columns)
     inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES * columns)
-    foot = ["Saturated pairs: median over the sites, and their range"] if _SATURATED in panels else []
-    parts: dict[str, Any] = {"detail": _steps(timeline), "foot": foot, "handles": handles}
-    with sheet_of(options, theme, inches, (_HEIGHT + 0.25) * rows, timeline.about, **parts) as figure:
+    parts: dict[str, Any] = {"detail": _steps(timeline), "handles": handles, "foot": [_RANGE] * (_SATURATED in panels)}
+    height = min((_HEIGHT + 0.25) * rows, PANELS_INCHES)
+    with sheet_of(options, theme, inches, height, timeline.about, **parts) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
         for number, (ax, (title, draw_panel)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
-            ax.set_title(title, loc="left", parse_math=False)
             draw_panel(ax)
-            ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-            ax.xaxis.set_major_formatter("{x:,.0f}")
+            _label(ax, title, timeline.steps, theme)
             if number + columns >= len(panels):
                 ax.set_xlabel("step", labelpad=1)
-            if not ax.images:
-                ax.set_xlim(*(timeline.steps[timeline.ends] if len(timeline.steps) > 1 else (None, None)))
-                if title != _SATURATED:
-                    scale_where_wide(ax)
-                draw_guides(ax, theme)
-            elif number % columns and axes.flat[number - 1].images:
+            if ax.images and number % columns and axes.flat[number - 1].images:
                 ax.tick_params(labelleft=False)
     return figure
 
 
 def _steps(timeline: Timeline) -> str:
     ends = " to ".join(f"{step:,}" for step in timeline.steps[timeline.ends])
-    return f"step {ends}" if len(timeline.steps) == 1 else f"{count(len(timeline.steps), 'probe')}, step {ends}"
+    probes = f"{count(len(timeline.steps), 'probe')}, " if len(timeline.steps) > 1 else ""
+    site = f"{timeline.sites[0].name} · " if len(timeline.sites) == 1 else ""
+    return f"{site}{probes}step {ends}"
 
 
 def _panels(
@@ -118,13 +117,15 @@ def _panels(
         panels[title] = functools.partial(draw, steps=timeline.steps, values=values)
     if np.isfinite(timeline.losses).any():
         panels["loss"] = lambda ax: _draw_lines(ax, timeline.steps, timeline.losses[:, None], [theme.ink])
-    if few is timeline or functions:
+    if len(few.sites) > 1 and (few is timeline or functions):
         handles += [key(names[site.name], colour) for site, colour in zip(few.sites, colours, strict=True)]
     if functions:
-        panels["α and 1/std(x)"] = functools.partial(_draw_alphas, timeline=few, colours=colours)
+        both = np.hstack([few.values("module_alpha"), few.values("inverse_std")])
+        looks: dict[str, Any] = {"colours": [*colours] * 2, "dashes": ["-"] * len(colours) + [_DASHED] * len(colours)}
+        panels["α and 1/std(x)"] = functools.partial(_draw_lines, steps=few.steps, values=both, **looks)
         panels[_SATURATED] = functools.partial(_draw_shares, timeline=timeline, theme=theme)
         handles += [key("α", theme.ink), key("1/std(x)", theme.ink, _DASHED)]
-        handles += [key(label, theme.curves[place]) for place, label in enumerate(_SHARES.values(), 1)]
+        handles += [key(label, theme.channels[place]) for place, label in enumerate(_SHARES.values())]
     return panels, handles
 
 
@@ -142,19 +143,28 @@ def _numbers(timeline: Timeline) -> dict[str, Array]:
     return {title: v for title, v in (of_curves | of_functions | of_sites).items() if np.isfinite(v).any()}
 
 
-def _draw_lines(ax: Axes, steps: NDArray[np.int64], values: Array, colours: Iterable[Any], ls: Any = "-") -> None:
-    """Draw a line per column of values; a lone record is a point."""
-    for of_site, colour in zip(values.T, colours, strict=True):
-        ax.plot(steps, of_site, color=colour, ls=ls, lw=1.0, marker="o" if len(values) == 1 else "", ms=3)
+def _draw_lines(
+    ax: Axes, steps: NDArray[np.int64], values: Array, colours: Iterable[Any], dashes: Iterable[Any] = ("-",)
+) -> None:
+    """Draw a line per column of values, with a marker at each probe if they are not many."""
+    marker = "o" if len(values) <= _MARKED else ""
+    for of_site, colour, ls in zip(values.T, colours, itertools.cycle(dashes), strict=False):
+        ax.plot(steps, of_site, color=colour, ls=ls, lw=1.0, marker=marker, ms=2.2)
 
 
-def _draw_alphas(ax: Axes, timeline: Timeline, colours: Iterable[Any]) -> None:
-    _draw_lines(ax, timeline.steps, timeline.values("module_alpha"), colours)
-    _draw_lines(ax, timeline.steps, timeline.values("inverse_std"), colours, _DASHED)
+def _label(ax: Axes, title: str, steps: NDArray[np.int64], theme: Style) -> None:
+    """Write the title, and ticks: at the probed steps if they are few and far apart, and otherwise at round ones."""
+    if not ax.images:
+        draw_guides(ax, theme)
+        title += ", log" if title != _SATURATED and scale_where_wide(ax) else ""
+    ax.set_title(title, loc="left", parse_math=False)
+    apart = len(steps) <= _TICKS and all(np.diff(steps) * _TICKS >= steps[-1] - steps[0])
+    ax.xaxis.set_major_locator(FixedLocator(steps.tolist()) if apart else MaxNLocator(_TICKS - 1, integer=True))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _draw_shares(ax: Axes, timeline: Timeline, theme: Style) -> None:
-    for share, colour in zip(_SHARES, theme.curves[1:], strict=False):
+    for share, colour in zip(_SHARES, theme.channels, strict=False):
         percent = 100 * timeline.values(share)
         there = np.isfinite(percent).any(axis=1)
         low, median, high = np.nanquantile(percent[there], (0, 0.5, 1), axis=1)
@@ -200,11 +210,8 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
     columns = columns_of(options, len(shown.sites), _LEAST_SCURVE, _FEW)
     rows, colours, norm = math.ceil(len(shown.sites) / columns), shades(theme), Normalize(*shown.steps[[0, -1]])
     inches = inches_of(options.get("width"), 0.6 + _SCURVE_INCHES * columns)
-    kept = any(map(shown.capture_of, records))
-    foot = [
-        f"{'E[y|x]' if kept else 'Fits, dashed where they do not bend'}, over 99 % of the pairs of each step",
-        f"Above panels: R² of the fitted {timeline.curves[0]}, or a function's α, at the first and the last step",
-    ]
+    drawn = "E[y|x]" if any(map(shown.capture_of, records)) else "Fits, dashed where they do not bend"
+    foot = [f"{drawn}, over 99 % of the pairs of each step", _ABOVE.format(timeline.curves[0])]
     with sheet_of(options, theme, inches, 1.6 * rows, timeline.about, detail=_steps(timeline), foot=foot) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for record in records:
@@ -213,23 +220,26 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
             for place, (ax, site) in enumerate(zip(axes.flat, shown.sites, strict=False)):
                 x, y, dashes = _scurve(shown, record, place, stats.get(site.name), inches / columns)
                 ax.plot(x, y, color=colours(norm(shown.steps[record])), ls=dashes, lw=1.1)
-        for number, ax in enumerate(axes.flat):
-            ax.set_visible(number < len(shown.sites))
-            if number < len(shown.sites):
-                site = shown.sites[number]
-                name, metric = ("α", "module_alpha") if site.curve else ("R²", f"r2/{timeline.curves[0]}")
-                ends = [written(value, ".3f") for value in shown.values(metric)[[0, -1], number]]
-                pad = write_above(ax, [[(f"{name} {' → '.join(dict.fromkeys(ends))}", theme.ink)]])
-                ax.set_title(names[site.name], loc="left", y=1, pad=pad, parse_math=False)
-                ax.xaxis.set_major_locator(MaxNLocator(4))
-                ax.set_xlabel("norm input x", labelpad=1)
-                ax.set_ylabel("" if number % columns else "output y", labelpad=1)
+        for place, ax in enumerate(axes.flat):
+            ax.set_visible(place < len(shown.sites))
+            if ax.get_visible():
+                _write_heading(ax, shown, place, names, theme)
+                ax.set_ylabel("" if place % columns else "output y", labelpad=1)
         if len(records) > 1:
-            bar = figure.colorbar(
-                ScalarMappable(norm, colours), ax=axes, pad=0.02, aspect=20 * rows, ticks=MaxNLocator(5), label="step"
-            )
-            bar.ax.yaxis.set_major_formatter("{x:,.0f}")
+            look: dict[str, Any] = {"ticks": MaxNLocator(5), "format": "{x:,.0f}", "label": "step"}
+            figure.colorbar(ScalarMappable(norm, colours), ax=axes, pad=0.02, aspect=20 * rows, **look)
     return figure
+
+
+def _write_heading(ax: Axes, timeline: Timeline, place: int, names: Mapping[str, str], theme: Style) -> None:
+    """Write a site's name, and its R² or α at the first and the last step."""
+    site = timeline.sites[place]
+    name, metric = ("α", "module_alpha") if site.curve else ("R²", f"r2/{timeline.curves[0]}")
+    ends = [written(value, ".3f") for value in timeline.values(metric)[[0, -1], place]]
+    pad = write_above(ax, [[(f"{name} {' → '.join(dict.fromkeys(ends))}", theme.ink)]])
+    ax.set_title(names[site.name], loc="left", y=1, pad=pad, parse_math=False)
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.set_xlabel("norm input x", labelpad=1)
 
 
 def _scurve(

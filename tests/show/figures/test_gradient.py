@@ -72,8 +72,8 @@ def test_a_column_a_site_of_two_lines_and_what_is_not_covered_says_why(figure, s
         assert heading(above) == [NAMES[place], f"R²: {', '.join(r2)}"]
         sign = "σ" if view.centred else "ρ"
         assert heading(below) == [
-            f"{start}{part} {sign} {view.constants[part].scale.ratio:.3g}, √C {view.constants[part].others.ratio:.3g}"
-            for start, part in (("p84/p16: ", "centre"), ("", "tail"))
+            f"{part}: {sign} ×{view.constants[part].scale.ratio:.3g}, √C ×{view.constants[part].others.ratio:.3g}"
+            for part in ("centre", "tail")
         ]
     shares = [100 * view.share for view in views if not view.reason]
     assert f"which holds {min(shares):.3g} to {max(shares):.3g} % of ‖J‖²" in said(figure)

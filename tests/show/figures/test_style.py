@@ -6,6 +6,7 @@ from itertools import combinations
 import matplotlib.colors
 import numpy as np
 import pytest
+from PIL import Image
 
 from normscope.show.figures.curves import plot_curves
 from normscope.show.figures.sheet import save_figure
@@ -77,3 +78,14 @@ def test_formulas_are_of_the_font_also_where_they_are_drawn_later(tmp_path):
     families = set(re.findall(r"font(?:-family)?: ([^;\"]*)", path.read_text(encoding="utf-8")))
     assert any("Serif" in family for family in families)
     assert {family for family in families if "Serif" not in family and "STIX" not in family} == set()
+
+
+def test_both_ways_to_write_a_figure_have_200_dots_an_inch(tmp_path):
+    figure = plot_curves("tanh", width=2)
+    figure.savefig(tmp_path / "ours.png")
+    for path in (tmp_path / "ours.png", save_figure(figure, tmp_path / "theirs.png")):
+        with Image.open(path) as image:
+            assert image.width == 400
+    figure.savefig(tmp_path / "small.png", dpi=50)
+    with Image.open(tmp_path / "small.png") as image:
+        assert image.width == 100

@@ -178,7 +178,7 @@ def test_the_choice_is_saved_shown_and_drawn(tmp_path):
     assert list(held_out.get_ydata()) == [step.held_out.p50 for step in report.steps]
     names = [tick.get_text() for tick in drifts.get_xticklabels()]
     kept = ["none", *(short_names(report.sites)[path] for path in report.kept)]
-    assert names == [f"{name}  {number}" for number, name in enumerate(kept)]
+    assert names == [f"{number}\n{name}" for number, name in enumerate(kept)]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     samples = (f"{report.n_chosen_on} inputs used to choose", "16 held-out inputs")
     assert legend == [*(f"uncalibrated, {which}" for which in samples), "original"]

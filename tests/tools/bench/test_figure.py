@@ -64,9 +64,9 @@ def foot_of(figure):
 def test_a_bar_is_as_long_as_its_median(report):
     axes = shown(plot_speed(report))
     assert [ax.get_title() for ax in axes] == [
-        "norm alone, forward\n2×197×768 · float32",
-        "whole network, forward\n2×3×224×224 · float32",
-        "whole network, forward + backward\n2×197×768 · bfloat16",
+        "norm alone, forward\ninput 2×197×768, float32",
+        "whole network, forward\ninput 2×3×224×224, float32",
+        "whole network, forward + backward\ninput 2×197×768, bfloat16",
     ]
     widths = [[bar.get_width() for bar in ax.patches] for ax in axes]
     assert widths == [pytest.approx(of) for of in ([2.0, 1.0, 4.0, 3.0], [500.0, 600.0], [7.0])]

@@ -45,11 +45,11 @@ def test_the_figure_shows_every_check_and_the_drift_before_training():
     assert [list(line.get_ydata()) for line in course.lines if line.get_ls() == "--"] == [[0.31, 0.31]]
     assert losses.lines[0].get_xydata().tolist() == [[0, 0.2], [5, 0.2], [10, 0.15], [20, 0.1]]
     assert course.get_xlabel() == "training steps" and all(x >= 0 for x in course.get_xticks())
-    assert course.get_ylabel() == "relative L2,\n64 samples that decide"
+    assert course.get_ylabel() == "relative L2,\n64 inputs that decide"
 
 
 def test_the_figure_shows_the_drift_before_and_after_each_stage():
-    *_, drifts = plot_healing(REPORT, "a title").axes
+    *_, drifts = plot_healing(REPORT, title="a title").axes
     bars = [list(line.get_ydata()) for line in drifts.lines if len(line.get_xdata()) == 2]
     assert bars == [[stage["p10"], stage["p90"]] for stage in DRIFTS.values()]
     assert dots(drifts) == [[[2, 0.1]], [[0, 0.5], [1, 0.3]]]  # filled: the state that was kept

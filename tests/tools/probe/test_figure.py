@@ -14,12 +14,13 @@ from normscope.tools.probe.figure import plot_scurves_by_step, plot_timeline
 
 
 def panels(figure):
-    return {ax.get_title(loc="left"): ax for ax in figure.axes if ax.get_visible() and ax.get_title(loc="left")}
+    titles = {ax.get_title(loc="left").removesuffix(", log"): ax for ax in figure.axes if ax.get_visible()}
+    return {title: ax for title, ax in titles.items() if title}
 
 
 def test_each_pixel_of_a_map_is_the_nearest_record():
     run = timeline((0, 50, 100, 400))
-    ax = panels(plot_timeline(run))["σ: 95th over 5th percentile"]
+    ax = panels(plot_timeline(run))["σ: 95th/5th percentile"]
     [image] = ax.images
     first, last, below, above = image.get_extent()
     assert (first, last, below, above) == (0, 400, 5.5, -0.5)
@@ -44,6 +45,17 @@ def test_up_to_four_sites_are_lines():
         np.testing.assert_array_equal(line.get_xdata(), [0, 50, 100, 400])
         np.testing.assert_array_equal(line.get_ydata(), run.values("largest")[:, place])
     np.testing.assert_allclose(drawn["loss"].lines[0].get_ydata(), [2, 1.95, 1.9, 1.6])
+
+
+@pytest.mark.parametrize(("steps", "far_apart"), [((0, 100, 200, 300), True), ((0, 1, 2, 400), False)])
+def test_ticks_and_markers_are_at_the_probed_steps(steps, far_apart):
+    figure = plot_timeline(timeline(steps, norms=1))
+    assert "blocks.0.norm" in figure.get_suptitle() and not figure.legends  # one line needs no legend
+    for ax in panels(figure).values():
+        assert {line.get_marker() for line in ax.lines} == {"o"}
+        assert (list(ax.get_xticks()) == list(steps)) == far_apart
+        low, high = ax.get_xlim()
+        assert low < steps[0] and steps[-1] < high  # no line ends on an edge
 
 
 def test_functions_have_alpha_beside_1_over_std_and_medians_of_saturated_shares():
