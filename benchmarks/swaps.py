@@ -3,6 +3,10 @@
 Squashing functions, as in arXiv 2503.10622: ``--models minilm,dinov2_small,smart_turn --curves dyt,hardtanh,sigmoid
 --ways fit,paper,identity,rmsnorm``, and ``--models smollm2_135m --limit 32 … --ways fit,identity``. Heal for four
 minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``.
+
+Pretrained networks, calibrated and healed: ``--models smart_turn --curves dyt --ways calibrated --clips 1``,
+``--models dinov2_small --class-token --limit 48 --curves dyt --ways calibrated,healed --steps 30`` and
+``--models smollm2_135m --texts 12 --limit 32 --curves dyt --ways "calibrated, six kept;"``.
 """
 
 from __future__ import annotations
@@ -20,30 +24,40 @@ from torch import Tensor, nn
 
 import normscope
 from normscope.inputs.held_out import by_length
-from normscope.inputs.loaded_model import LoadedModel
+from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.runtime.network import run
 from normscope.runtime.progress import silent
 from normscope.swaps.distances import distances, output_by_sample
+from normscope.swaps.output_errors import measure_of, output_errors
 from normscope.swaps.quality import QualityMeter
 
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm")
 CURVES = ("dyt", "dyisru", "derf")
 STARTS = ("fit", "theory", "paper")
 OTHERS = ("free", "best", "identity", "rmsnorm")
-TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "healed")
+TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "calibrated, six kept", "healed")
+# Norms of smollm2_135m where its massive activations begin and end, and the last.
+SIX = (*(f"model.layers.{number}.post_attention_layernorm" for number in (8, 9, 11, 28, 29)), "model.norm")
+FEW = 16  # batches learned from, on which the error is measured too
+CLASS_TOKEN = Outputs("tensor", lambda output, batch: output.last_hidden_state[:, 0])
 ABOUT = """
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms;
 an output of zero has an error of 1; cosine: of both outputs. The demo networks are embedded toys; the others are
 pretrained, see scripts/fetch_pretrained.py. Those of text learn from {texts} docstrings of Python's standard library,
-and {held_out} docstrings of other modules are held out (with --limit N, N of each). dinov2_small has eight crops of
-three photographs, smart_turn eight recordings: in three and four rounds, each photograph or recording is held out once.
-Start values are fitted to the inputs to learn from, with s, weighted by γ².
-Samples are inputs; numbers are median, smallest and largest. Paper: A = 1, α = 0.5, s = 0, and the original γ and β.
-free is E[y|x] itself, with one shape for all channels of a site. Functions calibrated: by normscope.calibrate with
-refit="norms". Calibrated: with the neighbouring linear layers too. Two kept: all norms are replaced except two, which
-normscope.keep chose. Healed: calibrated, then trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm.
-KL: of logits, mean per input, in nats. Top-1: share of positions with the same largest logit. Other columns are the
-quality at the task. CPU seconds cover swap, calibration and healing, on one thread.
+and {held_out} docstrings of other modules are held out (with --limit N, at most N of each). dinov2_small has eight
+crops of three photographs (with --limit N, N crops), smart_turn eight recordings: in three and four rounds, each
+photograph or recording is held out once, or only those of the first --rounds. With --clips N, smart_turn also learns
+from N clips of words by each voice of demo_wav2vec2's training that made no recording. Class token: the output is the
+first token of the last hidden state alone, in all columns and for what is calibrated and healed. Start values are
+fitted to the inputs to learn from, with s, weighted by γ². Samples are inputs; numbers are median, smallest and
+largest. Paper: A = 1, α = 0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one shape for all channels
+of a site. Functions calibrated: by normscope.calibrate with refit="norms". Calibrated: with the neighbouring linear
+layers too. Two kept: all norms are replaced except two, which normscope.keep chose. Six kept: of smollm2_135m, those
+before the feed-forwards where massive activations begin (layers 8, 9 and 11) and end (28 and 29), and the last. Healed:
+calibrated, then trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm. KL: of logits, mean per input,
+in nats. Top-1: share of positions with the same largest logit. Other columns are the quality at the task. On inputs
+learned from: the error at the output on at most {few} batches of them. CPU seconds cover swap, calibration and healing,
+on one thread; the row of the capture is apart.
 """
 
 
@@ -51,30 +65,48 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", type=names, default=list(MODELS), help=f"({','.join(MODELS)})")
     parser.add_argument("--curves", type=names, default=list(CURVES), help=f"({','.join(CURVES)})")
-    parser.add_argument("--ways", type=lambda text: text.split(";" if ";" in text else ","), default=[*STARTS, *OTHERS],
-                        help=f"of {'; '.join((*STARTS, *OTHERS, *TRAINED))} (all but the last four)")  # fmt: skip
+    parser.add_argument("--ways", type=ways_of, default=[*STARTS, *OTHERS],
+                        help=f"of {'; '.join((*STARTS, *OTHERS, *TRAINED))} (all but the last five)")  # fmt: skip
     parser.add_argument("--limit", type=int, help="inputs to learn from and held out (all)")
     parser.add_argument("--texts", type=int, default=320, help="docstrings to learn from (%(default)s)")
     parser.add_argument("--steps", type=int, help="of healing, in place of --minutes")
     parser.add_argument("--minutes", type=float, default=4.0, help="of healing (%(default)s)")
+    parser.add_argument("--clips", type=int, default=0, help="of each further voice, for smart_turn")
+    parser.add_argument("--rounds", type=int, help="of those that hold each photograph or recording out once (all)")
+    parser.add_argument("--class-token", action="store_true", help="the output is a vision transformer's first token")
     args = parser.parse_args()
     length = {"steps": args.steps} if args.steps else {"minutes": args.minutes}
-    given = (args.curves, args.ways, args.texts, args.limit, length)
+    given = (args.curves, args.ways, args.texts, args.limit, args.clips, args.class_token, args.rounds, length)
     measurements = [row for model in args.models for row in in_own_process(measured, model, *given, threads=1)]
     healing = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
-    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT, length=healing)
+    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT, length=healing, few=FEW)
     libraries = ["timm", "torchaudio", "diffusers", "transformers"]
     finish("swaps", about, measurements, args, threads=[1], libraries=libraries, added=True)
 
 
+def ways_of(text: str) -> list[str]:
+    """Split a list at its semicolons, or at its commas if there are none."""
+    return list(filter(None, text.split(";"))) if ";" in text else text.split(",")
+
+
 def measured(
-    model: str, curves: Sequence[str], ways: Sequence[str], texts: int, limit: int | None, length: dict[str, float]
+    model: str,
+    curves: Sequence[str],
+    ways: Sequence[str],
+    texts: int,
+    limit: int | None,
+    clips: int,
+    class_token: bool,
+    rounds: int | None,
+    length: dict[str, float],
 ) -> list[Measurement]:
     """Swap every curve in every way, and compare the outputs; samples are those of all rounds."""
     torch.set_num_threads(1)
-    network, divisions = inputs_of(model, texts, limit)
+    network, divisions = inputs_of(model, texts, limit, clips)
+    if class_token:
+        network, model = replace(network, outputs=CLASS_TOKEN), f"{model}, class token"
     results: dict[tuple[str, str], Measurement] = {}
-    for learned, held_out in divisions:
+    for learned, held_out in divisions[:rounds]:
         for row in round_of(model, network, learned, held_out, curves, ways, length):
             key = row.way, row.quantity
             samples = [*results[key].samples, *row.samples] if key in results else row.samples
@@ -92,21 +124,28 @@ def round_of(
     length: dict[str, float],
 ) -> Iterator[Measurement]:
     """Learn from some inputs, and compare the outputs on others."""
+    began = time.process_time()
     seen = normscope.capture(network.module, learned, by_gamma=True)
-    healing = {"outputs": network.outputs, **length}
+    yield Measurement(model, "capture", "CPU", "s", [time.process_time() - began])
+    healing = {"outputs": network.outputs, "calibrated": False, **length}
+    calibrated: dict[str, tuple[nn.Module, float]] = {}  # by curve, with the CPU seconds
 
     def swapped(curve: str, way: str) -> nn.Module:
+        if way == "healed":
+            module = copy.deepcopy(calibrated[curve][0]) if curve in calibrated else swapped(curve, "calibrated")
+            normscope.heal(network.module, module, learned, held_out, **healing)
+            return module
         module, sites = copy.deepcopy(network.module), "all"
         if way == "calibrated, two kept":
             modules = normscope.replacements(network, curve, seen)
             sites = normscope.keep(network, learned, modules, number=2).swapped
+        elif way == "calibrated, six kept":
+            sites = [site.name for site in seen.sites if site.name not in SIX]
         elif curve == "rmsnorm":
             kinds = {site.name: network.module.get_submodule(site.name) for site in seen.sites if site.replaceable}
             sites = [name for name, norm in kinds.items() if not isinstance(norm, nn.GroupNorm)]
         normscope.swap(module, curve, seen, init=way if way in STARTS else "fit", layers=sites)
-        if way == "healed":
-            normscope.heal(network.module, module, learned, held_out, **healing)
-        elif way in TRAINED:
+        if way in TRAINED:
             refit = "norms" if way == "functions calibrated" else "neighbours"
             normscope.calibrate(network.module, module, learned, outputs=network.outputs, refit=refit)
         return module
@@ -118,9 +157,15 @@ def round_of(
     for curve, way in pairs:
         began = time.process_time()
         module = swapped(curve, way)
-        seconds = time.process_time() - began
+        seconds = time.process_time() - began + (calibrated[curve][1] if way == "healed" and curve in calibrated else 0)
+        if way == "calibrated":
+            calibrated[curve] = module, seconds
         name = f"{curve}, {way}" if way else curve
         rows = compared(name, module, model, network, held_out)
+        if way in TRAINED:
+            errors = output_errors(network.module, module, learned[:FEW], network.outputs).tolist()
+            unit = measure_of(network.outputs.kind)
+            rows.append(Measurement(model, name, "on inputs learned from", unit, errors))
         rows += [Measurement(model, name, "CPU", "s", [seconds]), *quality(name, module, model, meter)]
         print(name, *rows, sep="\n", flush=True)
         yield from rows

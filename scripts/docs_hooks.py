@@ -10,7 +10,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OUTSIDE = (
     *("outputs/gallery/*.png", "normscope/models/embedded/*.md", "benchmarks/results/*.json"),
-    *("CHANGELOG.md", "CITATION.cff"),
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
 )
 _LINK = re.compile(r"\]\(\.\./([^)#]+)")
 
@@ -25,5 +25,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Redirect links that leave docs/ to the files that :func:`on_files` added."""
+    """Redirect links that leave docs/ to the files that :func:`on_files` added, and theirs into docs/."""
+    markdown = markdown.replace("](docs/", "](")
     return _LINK.sub(lambda link: f"]({link[1]}" if files.get_file_from_path(link[1]) else link[0], markdown)

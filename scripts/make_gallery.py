@@ -55,7 +55,7 @@ FIGURES = {
     "swap minilm --data texts --limit 440 --shuffle --init calibrated --keep 2 -o kept": {
         "kept-keep.png": "minilm-keep.png"
     },
-    "heal minilm --data texts --minutes 30 -o healed": {"healed-healing.png": "minilm-healing.png"},
+    "heal minilm --data texts --steps 480 -o healed": {"healed-healing.png": "minilm-healing.png"},
 }
 PICTURES, WORDS = PICTURE.parent, PICTURE.parent / "words.json"
 NOT_RECORDED = "--data texts"  # docstrings of the Python that runs; these commands also take up to half an hour

@@ -128,6 +128,8 @@ def test_the_numbers_of_its_limits_are_committed_results():
     for page in pages.values():
         pattern = "leaves a relative L2 of # on a Whisper encoder, # on DINOv2 and # on all-MiniLM-L6-v2"
         assert_shown(found(pattern, page), fitted)
+    shown = found(r"Calibration \(`--init calibrated`\) leaves the encoder #, and")
+    assert_shown(shown, [swaps["smart_turn", "dyt, calibrated", "relative L2"]])
     cosine = swaps["smart_turn", "rmsnorm", "cosine"]
     assert_shown(found(r"have large means, it leaves # \(8 recordings\)", pages["swaps"]), [cosine])
     embedded = [swaps[name, "identity", "relative L2"] for name in embedded_models()]
@@ -145,7 +147,7 @@ def test_the_numbers_of_its_limits_are_committed_results():
         if (way, name) == ("dyt, all", "closed") and case in HEALED
     ]
     assert len(calibrated) == len(healed) == 5
-    for closed, pattern in ((calibrated, "recovers # to # % of the error"), (healed, "and `heal` # to # % ")):
+    for closed, pattern in ((calibrated, "recovers # to # % of the error"), (healed, "`heal` recovers # to # % there")):
         assert_shown(found(pattern), [min(closed), max(closed)])
     expected = [of(closed) for closed in (calibrated, healed) for of in (min, max)]
     assert_shown(found("calibration recovers # to # % of the error, and healing # to # %", pages["swaps"]), expected)
@@ -214,6 +216,33 @@ def test_the_tables_of_swaps_are_committed_results():
     for row, case in HEALING.items():
         columns = ("drift, start", "drift, calibrated", "drift, trained", "CPU")
         assert_shown(rows[row], [healed[case, "dyt, all", column] for column in columns])
+
+
+def test_calibrated_pretrained_networks_are_committed_results():
+    page, samples = docs_page("swaps"), samples_of("swaps")
+    whisper, dino, smollm = (
+        {quantity: values for (*at, quantity), values in samples.items() if at == [case, f"dyt, {way}"]}
+        for case, way in (
+            ("smart_turn", "calibrated"),
+            ("dinov2_small, class token", "calibrated"),
+            ("smollm2_135m", "calibrated, six kept"),
+        )
+    )
+    median = statistics.median
+    errors, learned = (whisper[name] for name in ("relative L2", "on inputs learned from"))
+    shown = found(r"relative L2 # \(#\), # recordings, # s; # on inputs learned from", page)
+    assert_shown(shown, [median(errors), max(errors), len(errors), median(whisper["CPU"]), median(learned)])
+
+    healed = {name: samples["dinov2_small, class token", "dyt, healed", name] for name in ("cosine", "CPU")}
+    cosines = dino["cosine"]
+    assert healed["cosine"] == cosines
+    shown = found(r"cosine # \(#\), # crops, # s; 30 steps of healing \(# s in all\)", page)
+    assert_shown(shown, [median(cosines), min(cosines), len(cosines), *dino["CPU"], *healed["CPU"]])
+
+    errors, learned = (smollm[name] for name in ("KL", "on inputs learned from"))
+    shown = found(r"KL # \(#\), # docstrings, # s; # on the # learned from", page)
+    expected = [median(errors), max(errors), len(errors), *smollm["CPU"], median(learned), len(learned)]
+    assert_shown(shown, expected)
 
 
 # Rows of the tables of pretrained networks in docs/papers.md, by their names in the results.

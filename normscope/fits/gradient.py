@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -283,7 +284,9 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
     both = (drawn.uniform, drawn.largest)
     # Bins are not joined: a derivative may jump, and there is no search that would take long.
     problems = FitBatch([target], 2**PAIR_GRID.mantissa_bits)
-    r2_by_name = {fit.curve: _curve_r2(fit, problems) for fit in fits} | {"of_x": _ceiling_r2(problems, capture)}
+    r2_by_name = {fit.curve: _curve_r2(fit, problems) for fit in fits}
+    # The ceiling is that of the best function found, which may be a curve.
+    r2_by_name["of_x"] = max([_ceiling_r2(problems, capture), *r2_by_name.values()], key=itemgetter(0))
     return GradientView(
         **about,
         reason=None,

@@ -330,7 +330,7 @@ def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wit
         return objective.at(start)
     is_line = unbent_until(objective.curve) == math.inf and objective.curve.linear_at_origin
     if is_line and objective.fixed_amplitude is None and objective.alpha is not None:
-        return objective.at(torch.stack([low, -low.exp() * _zero_of_line(objective.nodes)], -1))
+        return objective.at(torch.stack([low, 0.0 - low.exp() * _zero_of_line(objective.nodes)], -1))
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
     remaining, here, radius = objective, ended, torch.full_like(low, within)
@@ -408,7 +408,7 @@ def _unbent(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
     zero = _zero_of_line(objective.nodes)
     farthest = torch.maximum((-low).exp() * unbent_until(objective.curve), zero.abs())
     alpha = unbent_until(objective.curve) / farthest / 2
-    return objective.at(torch.stack([alpha.log(), -alpha * zero], -1))
+    return objective.at(torch.stack([alpha.log(), 0.0 - alpha * zero], -1))
 
 
 def _zero_of_line(nodes: Nodes) -> Tensor:

@@ -55,8 +55,8 @@ _PUBLISHED = {"dyt": "DyT", "dyisru": "DyISRU", "derf": "Derf"}
 def published_name(func: str) -> str:
     """Return the name of a requested function in tables and figures: as its paper writes it, if that was the request.
 
-    >>> published_name("dyt"), published_name("tanh"), published_name("dyt, healed")
-    ('DyT', 'tanh', 'DyT, healed')
+    >>> published_name("dyt"), published_name("tanh"), published_name("dyt, after heal")
+    ('DyT', 'tanh', 'DyT, after heal')
     """
     name, comma, rest = func.partition(",")
     return _PUBLISHED.get(name.lower(), name) + comma + rest

@@ -203,7 +203,7 @@ def test_the_version_names_what_a_bug_report_needs():
 def test_a_traceback_is_printed_on_request_only(debug):
     result = invoke("plot no_such_model", status=ModelError.exit_status, NORMSCOPE_DEBUG=debug)
     assert ("Traceback" in result.stderr) == (debug == "1")
-    assert "Error: There is no model 'no_such_model'." in result.stderr
+    assert "Error: There is no model 'no_such_model'" in result.stderr
 
 
 @pytest.mark.slow

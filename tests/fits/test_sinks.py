@@ -105,7 +105,7 @@ def test_the_norm_card_has_the_sink(seen, fits):
     cards = normscope.norm_cards(seen)
     assert [card.sink for card in cards] == [fit.sink for fit in fits]
     shown = dict(card_table(cards[0]).rows)["sink"]
-    assert shown.startswith("position 0 carries over 99% of Σx²; without it tanh's R² is")
+    assert shown.startswith("position 0 carries over 99% of Σx²; without it tanh's R² (of all pairs) is")
     row = cards[0].as_dict()["sink"]
     assert list(row) == ["position", "share", "curve", "r2", "r2_without"] and row == fits[0].as_dict()["sink"]
 
@@ -115,8 +115,8 @@ def test_plot_and_stats_report_the_sink(seen, fits, tmp_path):
     first, second = fits
     worst = max(first, second, key=lambda fit: fit.sink.r2_without - fit.r2)
     sentence = (
-        f"{worst.site}: position 0 carries over 99% of Σx²; without it tanh's R² is {worst.sink.r2_without:.3f} "
-        f"({worst.r2:.3f} with it): --skip 1; likewise at 1 further site"
+        f"{worst.site}: position 0 carries over 99% of Σx²; without it tanh's R² (of all pairs) is "
+        f"{worst.sink.r2_without:.3f} ({worst.r2:.3f} with it): --skip 1; likewise at 1 further site"
     )
     assert sink_sentence([first, second]) == sentence
     assert sentence in words(invoke(f"stats {file}", COLUMNS="200").stdout)

@@ -147,6 +147,6 @@ def _print(report: HealReport, out: Output) -> None:
     out.table(healing_table(report))
     swapping.print_left_out(report.not_refitted, report.left_out, out)
     if report.restored:
-        out.warn("the drift on the held-out inputs did not fall: what was written has the start values")
+        out.warn("the drift did not fall: what was written has the start values")
     elif report.left_with != TRAINED:
-        out.warn("training did not lower the drift on the held-out inputs: what was written is calibrated alone")
+        out.warn("training did not lower the drift: what was written is calibrated alone")

@@ -18,7 +18,7 @@ from normscope.inputs.loaded_model import Inputs, LoadOptions, Task
 from normscope.inputs.previews import Normalized
 from normscope.models.inputs.dataset import Content, Files, InMemory, InputDataset, name_in
 
-CROPS = 8
+CROPS, _MOST_CROPS = 8, 256
 SMALLEST_CROP = 0.4  # of a photograph's short edge: a face or a badge, not one button
 _PHOTOGRAPHS = (
     ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
@@ -81,11 +81,12 @@ def read_image(path: Path, mode: str) -> Image.Image:
 
 
 def crops_of_photographs(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
-    """Return ``options.limit`` square crops, or 8, of the installed photographs in turn; samples; and a description.
+    """Return square crops of the installed photographs in turn, their samples, and a description.
 
-    Each photograph is a source. ``options.seed`` places the crops. DataError if none is installed.
+    There are ``options.limit`` crops, at most 256, by default 8. Each photograph is a source. ``options.seed`` places
+    the crops. DataError if none is installed.
     """
-    paths, number = _photographs(), options.limit or CROPS
+    paths, number = _photographs(), min(options.limit or CROPS, _MOST_CROPS)
     taken = list(islice(cycle(enumerate(paths)), number))
     generator = torch.Generator().manual_seed(options.seed)
     crops = []

@@ -149,7 +149,7 @@ function fitsOfSite(site) {
       cell(fit.rmse), cell(fit.tail_rmse), cell(fit.saturated, percent),
     ];
   });
-  const low = site.fits.some((fit) => fit.x_repeats) ? " · The ceiling is too low here: x repeats, finer than bins resolve." : "";
+  const low = site.fits.some((fit) => fit.x_repeats) ? " · The ceiling is underestimated here: many x are identical." : "";
   const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds${low}`;
   return section("h3", "Fits", [table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -151,8 +151,12 @@ def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, share
     widths = [] if xscale == LINEAR else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
     rstd = torch.cat([torch.empty(0), *(sample.rstd for _, stats in sites for sample in (stats.tokens, stats.largest))])
     sigmas = (1 / rstd.double()).tolist()
+    axis = XAxis(ends, min(filter(None, widths), default=None), xscale == SYMLOG)
+    if xscale != LINEAR:
+        low, high = axis.at(np.array(_with_margins(*axis.along(np.array(ends)).tolist()))).tolist()
+        axis = replace(axis, limits=(low, high))
     return Scales(
-        XAxis(ends, min(filter(None, widths), default=None), xscale == SYMLOG),
+        axis,
         (min(bottoms), max(tops)),
         (min(sigmas, default=math.nan), max(sigmas, default=math.nan)),
         shared,
@@ -167,12 +171,15 @@ def _with_margins(low: float, high: float) -> Limits:
 
 
 def _limits_of(stats: PairStats, linear: bool) -> Limits:
-    """Return the ends of an axis of x, as :func:`scales_of` does: edges of bins, unless every pair is on it."""
-    every = _with_margins(float(stats.channel_extremes[0].min()), float(stats.channel_extremes[1].max()))
+    """Return the ends of the pairs; on a linear axis with margins, as :func:`scales_of` does, at edges of bins."""
+    extremes = float(stats.channel_extremes[0].min()), float(stats.channel_extremes[1].max())
+    if not linear:
+        return min(extremes[0], 0.0), max(extremes[1], 0.0)
+    every = _with_margins(*extremes)
     n, sum_x = stats.moments.sum(0)[:2].numpy()
     x = sum_x[n > 0] / n[n > 0]
     order = np.argsort(np.abs(x))[np.count_nonzero(x == 0) :]
-    if not linear or not len(order):
+    if not len(order):
         return every
     beyond = (n[n > 0][order][::-1].cumsum()[::-1] - n[n > 0][order]) / n.sum()
     cost = np.log(np.abs(x[order])) + beyond / _STRETCHED_FOR

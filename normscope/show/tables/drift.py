@@ -143,7 +143,7 @@ def quality_table(qualities: Mapping[tuple[str, str], Quality]) -> TextTable:
     for (func, init), quality in qualities.items():
         networks[func, init] = quality.scores["swapped"]
         if healed := quality.scores.get("healed"):
-            networks[f"{func}, healed", init] = healed
+            networks[f"{func}, after heal", init] = healed
     form = _form_of(first)
 
     def bounds(network: tuple[str, str]) -> str:

@@ -97,8 +97,9 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> TextTable:
 def layerwise_line(means: Layerwise) -> str:
     """Return the two mean R² of arXiv 2605.14047 as a sentence."""
     return (
-        f"mean R² over {means.sites} sites: {means.r2:.3f} with {means.func} everywhere, {means.r2_best:.3f} with the "
-        f"best of {count(means.curves, 'curve')} at each, with {count(means.parameters or 0, 'free parameter')} each"
+        f"mean R² (of all pairs) over {means.sites} sites: {means.r2:.3f} with {means.func} everywhere, "
+        f"{means.r2_best:.3f} with the best of {count(means.curves, 'curve')} at each, "
+        f"with {count(means.parameters or 0, 'free parameter')} each"
     )
 
 
@@ -146,7 +147,7 @@ def _caption(fits: Sequence[CurveFit]) -> Iterable[str]:
         yield sink
     if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
         where = visible(", ".join(low))
-        yield f"ceiling too low at {where}: x repeats there, finer than bins resolve"
+        yield f"ceiling underestimated at {where}, where many x are identical, as in blank patches"
     if any(fit.best for fit in fits):
         yield "*: the best"
     if any(fit.curve == "sigmoid" for fit in fits):

@@ -32,5 +32,5 @@ def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
     text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"
     if sink.r2_without is not None:
         with_it = f"({sink.r2:.3f} with it): --skip {sink.position + 1}"
-        text += f"; without it {sink.curve}'s R² is {sink.r2_without:.3f} {with_it}"
+        text += f"; without it {sink.curve}'s R² (of all pairs) is {sink.r2_without:.3f} {with_it}"
     return text + (f"; likewise at {count(more, 'further site')}" if more else "")

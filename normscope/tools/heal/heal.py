@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from normscope.inputs.held_out import Pool, by_length, divided, kept_in_memory, 
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.wrappers import named_modules, submodule
 from normscope.norms.bound_inputs import unpacked
+from normscope.norms.sites import NormSite
 from normscope.norms.trace import find_norms
 from normscope.runtime.network import restoring, uncompiled
 from normscope.runtime.progress import Progress, silent
@@ -225,7 +227,6 @@ class _Healing:
 
     def __post_init__(self) -> None:
         self.pool = Pool.of(self.batches)
-        self._norms = find_norms(self.original, self.pool.learned[0].first_sample()).sites
         self._validation_errors = OutputErrors(self.original, self.pool.by_length().validation, self.outputs)
         functions = [module for module in self.swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
@@ -233,6 +234,10 @@ class _Healing:
         self._calibrates = self.options["calibrated"] and bool(functions)
         self._parameters = dict(self.swapped.named_parameters())
         self._measuring = 0.0  # seconds of the measurements after training
+
+    @cached_property
+    def _norms(self) -> list[NormSite]:
+        return find_norms(self.original, self.pool.learned[0].first_sample()).sites
 
     def run(self, path: Path | None, asked: Mapping[str, Any], until: float | None, checked: Checked) -> TrainingState:
         """Run the stages that are not done yet, and leave the network in the best of their states.
@@ -296,9 +301,12 @@ class _Healing:
         saved: Callable[[], None],
         checked: Checked,
     ) -> None:
-        tokens = [norm.tokens_per_sample // norm.calls for norm in self._norms if norm.name in self.sites]
+        try:
+            tokens = [norm.tokens_per_sample // norm.calls for norm in self._norms if norm.name in self.sites]
+        except ModelError:  # other modules than known norms may be replaced
+            tokens = []
         at_once = max(1, min(SAMPLES_A_STEP, _TOKENS_A_STEP // max([1, *tokens])))
-        of_steps = steps_of(self.pool.learned, at_once, _SAMPLES_APART)
+        of_steps = steps_of(self.pool.learned, at_once, min(at_once, _SAMPLES_APART))
         targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, of_steps)
         trained = TrainedParameters(self.swapped, names)
         if not state.tensors["best"]:

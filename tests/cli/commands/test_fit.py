@@ -52,7 +52,7 @@ def test_tables_explain_fits_and_intervals(folder):
     sites = table("--layers 2 --func tanh,sigmoid,best")
     assert "±: half of the 95 % interval, a jackknife over folds by source" in sites
     assert "A·f(αx + s)" in sites and "*: the best" in sites and "it would be tanh" in sites
-    assert "mean R² over 2 sites" in sites
+    assert "mean R² (of all pairs) over 2 sites" in sites
     channels = table("--per channel --layers 1 --func tanh")
     assert "64" in channels and "medians, 5th and 95th percentiles over the channels" in channels
     assert "Each token is a line, exactly" in table("--per token")

@@ -37,7 +37,7 @@ def test_healed_networks_and_infinite_values():
     )
     table = quality_table({("dyisru", "fit"): quality})
     assert columns(table) == {
-        "norms": ["original", "DyISRU", "DyISRU, healed"],
+        "norms": ["original", "DyISRU", "DyISRU, after heal"],
         "init": ["", "fit", "fit"],
         "perplexity": ["29.371", "∞", "41.000"],
     }

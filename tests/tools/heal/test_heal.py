@@ -376,6 +376,14 @@ def test_a_resumed_healing_has_only_the_remaining_minutes(networks, tmp_path, mo
         normscope.heal(original, other, LEARN, HELD_OUT, **{**asked, "minutes": 7})
 
 
+def test_a_module_that_is_no_known_norm_may_be_replaced():
+    original = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    swapped = copy.deepcopy(original)
+    swapped[1] = nn.Identity()
+    learn, held_out = (list(torch.randn(number, 16, 4)) for number in (12, 3))
+    assert normscope.heal(original, swapped, learn, held_out, steps=2, calibrated=False).steps == 2
+
+
 @pytest.mark.parametrize("train", ["norms", "neighbours", "all"])
 def test_only_trained_parameters_change(networks, train):
     original, swapped = networks
