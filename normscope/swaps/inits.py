@@ -18,7 +18,6 @@ class Init:
 
     Attributes:
         help: description in the command line's help.
-        marker: of figures.
         dashes: of figures.
         constants: A, α and s of a site, which take the place of a fit.
         theory: True if A and α follow from the norm, so that a capture is needed, but nothing is fitted.
@@ -26,7 +25,6 @@ class Init:
     """
 
     help: str
-    marker: str
     dashes: Any
     constants: Callable[[NormSite], tuple[float, float, float]] | None = None
     theory: bool = False
@@ -40,12 +38,12 @@ class Init:
 
 CALIBRATED = "calibrated"
 INITS = {
-    "fit": Init("this network's own fits", "o", "-"),
-    "theory": Init("A and α in theory", "D", (0, (4, 1.5)), theory=True),
-    "paper": Init(f"A = 1 and α = {PAPER_ALPHA}", "s", (0, (1, 1.2)), lambda site: (1.0, PAPER_ALPHA, 0.0)),
+    "fit": Init("this network's own fits", "-"),
+    "theory": Init("A and α in theory", (0, (4, 1.5)), theory=True),
+    "paper": Init(f"A = 1 and α = {PAPER_ALPHA}", (0, (1, 1.2)), lambda site: (1.0, PAPER_ALPHA, 0.0)),
     CALIBRATED: Init(
         "from fit, all that follows without training, in the linear layers beside the norms too",
-        *("P", (0, (6, 1.2))),
+        (0, (6, 1.2)),
         calibrated=True,
     ),
 }

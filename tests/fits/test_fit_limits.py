@@ -53,7 +53,7 @@ def test_a_ceiling_that_is_too_low_as_x_repeats_is_marked():
     [fit] = fits = fitted(x)
     assert held_out_r2(x) > fit.intervals["r2_ceiling"][1] + 0.01
     assert fit.x_repeats and fit.as_dict()["x_repeats"]
-    assert "too low at 0: x repeats there" in fits_table(fits).caption
+    assert "ceiling underestimated at 0, where many x are identical" in fits_table(fits).caption
 
 
 CONTINUOUS = {

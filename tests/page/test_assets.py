@@ -67,12 +67,20 @@ def test_colours_scales_and_curves_redraw_what_they_name(page):
 def test_axes_are_linear_and_keys_are_in_whole_pairs(page):
     linear, asinh = page.run("return [open.site.drawn.axes.linear, open.site.drawn.axes.asinh]")
     assert page.run(LIMITS)[:2] == linear["limits"] and linear["limits"][1] < asinh["limits"][1]
-    assert f"norm input x · {linear['beyond']} pairs beyond" in page.texts("svg text")
+    assert linear["beyond"] == 0 and "norm input x" in page.texts("svg text")
     most = f"{linear['density']['most']:,}"
     low, _, high = page.texts("#colour-key span")
     assert low == "pairs per cell: 1" and high.startswith(f"{most}, on a logarithmic scale")
     page.click("input[value=asinh]")
     assert page.run(LIMITS)[:2] == asinh["limits"] and "norm input x (asinh scale)" in page.texts("svg text")
+
+
+def test_pairs_beyond_a_linear_axis_are_counted(browser, tmp_path):
+    x = torch.randn(24, 6, 16, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 3] = 300
+    report = normscope.report(normscope.capture(nn.Sequential(nn.LayerNorm(16)), [x]))
+    page = browser.open(report.save(tmp_path / "spike.html"), "#view=site&site=0&x=linear")
+    assert page.run(LIMITS)[1] < 10 and "norm input x · 1 pair beyond" in page.texts("svg text")
 
 
 def test_hovering_names_the_pair(browser, pages, seen):
@@ -152,10 +160,10 @@ def test_charts_describe_their_data(page, fits):
     described = dict(accessible(page, "image", "img"))
     [text] = [text for name, text in described.items() if name.startswith("S-curve of 0 first")]
     assert text.startswith("output y, before the affine step against norm input x")
-    low, high, *_ = page.run(LIMITS)
+    words = re.search(r"tanh: lowest (\S+) at (\S+), highest (\S+) at (−?[\d.]+\d)", text).groups()
+    lowest, low, highest, high = (float(word.replace("−", "-")) for word in words)
     values = [float(fits["first", "tanh"](torch.tensor([end]).double())) for end in (low, high)]
-    words = re.search("tanh: lowest (.*?) at .*?, highest (.*?) at", text).groups()
-    assert [float(word.replace("−", "-")) for word in words] == pytest.approx(values, rel=0.02)
+    assert low < 0 < high and [lowest, highest] == pytest.approx(values, rel=0.01)  # three digits
 
 
 @pytest.mark.parametrize("view", VIEWS)

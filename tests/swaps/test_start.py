@@ -105,7 +105,7 @@ def test_paper_needs_no_fit(seen, fits):
 
 
 def test_a_new_row_of_the_table_is_an_initialization_everywhere(seen, monkeypatch):
-    monkeypatch.setitem(INITS, "unit", Init("as wide as the norm", "X", "-", lambda site: (site.channels, 2.0, 0.0)))
+    monkeypatch.setitem(INITS, "unit", Init("as wide as the norm", "-", lambda site: (site.channels, 2.0, 0.0)))
     assert [numbers(start) for start in starts("dyt", seen, "unit")] == [(WIDTH, 2, None)] * 2
     choice = SwapChoice.of("dyt", "unit", "site", None)
     assert (choice.start, choice.begin, choice.needs_pairs) == ("unit", "unit", False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -75,8 +75,18 @@ def told_apart(captures: Sequence[Capture]) -> tuple[list[str], dict[str, str]]:
     alone = [name for name in differing if len(set(values[name])) == len(captures)]
     entries = [values[name] for name in alone[:1] or differing]
     labels = [" · ".join(filter(None, parts)) for parts in zip(*entries, strict=True)]
-    common = {name: abouts[0][name] for name in _NAMED if name not in differing and values[name][0]}
+    common = {
+        name: abouts[0][name] for name in _NAMED if name not in differing and values[name][0] not in ("", "float32")
+    }
     return [f"{number}  {label}" for number, label in enumerate(labels, 1)], common
+
+
+def _sources(captures: Sequence[Capture], common: Mapping[str, str], labels: Sequence[str]) -> str:
+    """Return weights and data of each capture that are in no label, nor common to all; or nothing."""
+    names = [name for name in ("weights", "data") if name not in common]
+    every = ([without_digest(capture.about.get(name, "")) for name in names] for capture in captures)
+    sources = (" · ".join(t for t in texts if t not in label) for texts, label in zip(every, labels, strict=True))
+    return "; ".join(f"{number}: {text}" for number, text in enumerate(sources, 1) if text)
 
 
 def plot_comparison(
@@ -112,6 +122,7 @@ def plot_comparison(
     height = min((0.3 + _ROW_INCHES * len(numbers)) * blocks, PANELS_INCHES)
     handles = [*(key(line.label, ms=3.2, lw=1, **line.look) for line in lines), *handles_of_fits(every, theme)]
     parts: dict[str, Any] = {"handles": handles, "names": _NAMED[1:], "detail": _MATCHED[by_name]}
+    parts["foot"] = [_sources(captures, common, [line.label for line in lines])]
     with sheet_of(options, theme, inches, height, common, **parts) as figure:
         axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
         for ax in axes[-len(numbers) :, len(curves) - columns * (blocks - 1) :].flat:

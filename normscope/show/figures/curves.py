@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -28,6 +29,7 @@ _REACH = 5.0
 _X = torch.linspace(-_REACH, _REACH, 601, dtype=torch.float64)
 _ABOVE = "f(u) stands above each panel; u = αx"
 _FORMULA = FontProperties(size=7)
+_UNBROKEN = re.compile(r".+?(?:,\\ |\\,|\\;| / |$)")  # parts of TeX, each but the last with what follows it
 _MATH: Any = MathTextParser("path")
 
 
@@ -83,8 +85,10 @@ def _draw_curve(ax: Axes, curve: Curve, head: str, looks: Sequence[tuple[float, 
 
 def _heading(alike: Sequence[Curve], inches: float) -> str:
     """Return the names of curves of one formula and, in lines of a width, the formula."""
-    curve, names = alike[0], ", ".join(curve.name for curve in alike)
-    formula = f"${curve.tex}$" if curve.tex else literal(curve.formula)
-    if not curve.tex or _MATH.parse(formula, 72, _FORMULA).width / 72 > inches:
-        formula = "\n".join(map(literal, wrapped(curve.formula, inches, _FORMULA)))
-    return f"{literal(names)}\n{formula}"
+    curve, names, lines = alike[0], ", ".join(curve.name for curve in alike), [""]
+    for part in _UNBROKEN.findall(curve.tex):
+        if lines[-1] and _MATH.parse(f"${lines[-1]}{part}$", 72, _FORMULA).width / 72 > inches:
+            lines.append("")
+        lines[-1] += part
+    formula = [f"${line}$" for line in lines] if curve.tex else map(literal, wrapped(curve.formula, inches, _FORMULA))
+    return "\n".join((literal(names), *formula))

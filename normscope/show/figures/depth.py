@@ -69,17 +69,16 @@ def plot_depth(capture: Capture, fits: Sequence[CurveFit], **options: Unpack[Fig
     inches = inches_of(options.get("width"), _INCHES)
     columns = columns_of({"width": inches}, 4, _LEAST_PANEL, 2)
     across = (inches - 0.3) / columns
+    room = across - _EDGE_INCHES
     height = (min(_HEIGHT, across) + 0.3) * 4 / columns
     parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "foot": remarks([], fits)}
     with sheet_of(options, theme, inches, height, capture.about, handles=handles, **parts) as figure:
         *over_depth, last = figure.subplots(4 // columns, columns).flat
         for ax, number in zip(over_depth, (AMPLITUDE, ALPHA, r_squared(fits)), strict=True):
             _draw_over_depth(ax, number, series, theme)
-            ax.set_xlabel(
-                that_fits(("norm site, in the order of calls", "norm site"), across - _EDGE_INCHES), labelpad=1
-            )
+            ax.set_xlabel(that_fits(("norm site, in the order of calls", "norm site"), room), labelpad=1)
         _draw_against_std(last, capture, series, theme)
-        last.set_xlabel(that_fits(("1 / std of the norm's input x", "1 / std of x"), across - _EDGE_INCHES), labelpad=1)
+        last.set_xlabel(that_fits(("1 / std of the norm's input x, log", "1 / std of x, log"), room), labelpad=1)
     return figure
 
 
@@ -117,5 +116,5 @@ def _draw_against_std(ax: Axes, capture: Capture, series: _Series, theme: Style)
         for _, fit in points
         if fit.identified and stds[fit.site] > 0
     ]
-    ax.set_ylabel(ALPHA.label)
+    ax.set_ylabel(f"{ALPHA.label}, log")
     draw_against_std(ax, points, theme)

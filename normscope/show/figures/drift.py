@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from normscope.curves.expressions import curves_named
+from normscope.curves.known import BY_NAME
 from normscope.errors import UsageError, count
 from normscope.norms.sites import NormSite
+from normscope.show.figures.fit_numbers import MARKERS
 from normscope.show.figures.sheet import (
     PANELS_INCHES,
     draw_guides,
@@ -25,7 +26,7 @@ from normscope.show.figures.sheet import (
     site_labels,
 )
 from normscope.show.figures.style import FigureOptions, Style, theme_of
-from normscope.show.figures.text import NOTE, literal, name_sites, names_inches, width_of
+from normscope.show.figures.text import NOTE, literal, name_sites, names_inches, that_fits, width_of
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.swaps.inits import INITS, published_name
 from normscope.swaps.reports import Drift, Quantiles
@@ -35,16 +36,17 @@ _SITE_INCHES, _PANEL_INCHES = 0.2, 1.3
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
-_BARS = "Bars: 10th to 90th percentile over inputs; of the quality, 95 % interval"
+_BARS, _QUALITY_BARS = "Bars: 10th to 90th percentile over inputs", "; of the quality, 95 % interval"
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
+_DODGE_OF_NUMBERS = 0.06  # of the distance of two ticks that are numbers, on which the points have to stand
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
 _KEYS = {"by_site": "site", "at_sites": "at", "cumulative": "sites_swapped", "by_part": "part"}  # x of a row, by panel
 _TITLES = {
-    "by_site": "the network's output, each site swapped alone",
+    "by_site": "each site swapped alone, {}",
     "at_sites": "each site's own output, all sites swapped",
-    "cumulative": "the output, one site more at a time",
+    "cumulative": "one site more at a time, {}",
 }
 _SIGNS_POINTS = 13  # the distance of a title above the signs of placements
 
@@ -70,10 +72,10 @@ def plot_drift(
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
     Panels without measurements are left out. Several swaps have one more: ratios of medians to the first swap's. The
-    dotted line, a relative L2 of 1, is the distance of zero from the original; a cross is a value that is not finite.
+    dotted line, a relative L2 of 1, is the distance of zeros from the original; a cross is a value that is not finite.
 
     Args:
-        reports: of one network; a colour a function, a marker and dashes an init.
+        reports: of one network; a marker each, a colour a function, dashes an init.
         sites: its norm sites: their order, and their placements, if they differ, as signs above the panels.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
@@ -97,7 +99,7 @@ def plot_drift(
     with sheet_of(options, theme, inches, height, reports[0].about, **parts) as figure:
         for panel, ax in figure.subplot_mosaic(rows).items():
             if panel == "ratios":
-                _draw_ratios(ax, lines, paths, theme)
+                _draw_ratios(ax, lines, paths, theme, inches - _EDGE_INCHES)
             else:
                 _draw_panel(ax, lines, panel, paths, placements, theme)
             if panel in wide:
@@ -119,30 +121,29 @@ def _rows_of_panels(reports: Sequence[DriftReport], inches: float) -> tuple[list
 
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
-    curves = {report.func: curve_name(report.func) for report in reports}
-    looks = theme.looks(curve for curve in curves.values() if curve != "rmsnorm")
-    lines = []
+    colours, lines = colours_of([report.func for report in reports], theme), []
     for number, report in enumerate(reports):
         init = INITS.get(report.init, INITS["fit"])
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
         label = " · ".join(part for part in (published_name(report.func), report.start_in_words) if part)
-        colour, _ = looks.get(curves[report.func], (theme.ink, ""))
-        lines.append(_DriftLine(report, label, colour, init.marker, init.dashes, offset))
+        marker = MARKERS[number % len(MARKERS)]
+        lines.append(_DriftLine(report, label, colours[report.func], marker, init.dashes, offset))
     return lines
 
 
-def curve_name(func: str) -> str:
-    """Return the name of the built-in curve of a swap, or the swap's own."""
-    try:
-        return curves_named(func)[0].name
-    except UsageError:  # free, best and others that are no single curve
-        return func
+def colours_of(funcs: Sequence[str], theme: Style) -> dict[str, str]:
+    """Return the colour of each swap: of its built-in curve, or one of its own; a norm's is grey."""
+    curves = {func: BY_NAME[func.lower()].name if func.lower() in BY_NAME else func for func in funcs}
+    looks = theme.looks(curve for curve in curves.values() if curve != "rmsnorm")
+    return {func: looks.get(curve, (theme.faint,))[0] for func, curve in curves.items()}
 
 
 def _handles(lines: Sequence[_DriftLine], placements: Mapping[str | None, list[int]], theme: Style) -> list[Artist]:
     faint = theme.faint
     handles: list[Artist] = [key(line.label, line.colour, line.dashes, marker=line.marker, ms=3) for line in lines]
     handles.append(key("10th to 90th percentile", faint, "", marker="|", ms=6))
+    if any(1.5 * row.relative_l2.p90 > 1 for line in lines for row in line.report.rows):
+        handles.append(key("zeros in place of the output", faint, ":"))
     if any(math.isinf(row.relative_l2.p90) for line in lines for row in line.report.rows):
         handles.append(key("not finite", theme.ink, "", marker="X", ms=4))
     for placement in placements:
@@ -168,7 +169,9 @@ def _draw_panel(
     for line in lines:
         rows = [(getattr(row, _KEYS[panel]), row) for row in getattr(line.report, panel)]
         _draw_dots(ax, line, [(places.get(x, x), row) for x, row in rows], joined=panel in ("cumulative", "by_part"))
-    title = _TITLES.get(panel, "")
+    title = _TITLES.get(panel, "").format(
+        count(max(row.inputs for line in lines for row in getattr(line.report, panel)), "input")
+    )
     if panel == "cumulative":
         ax.set_xlabel("number of sites swapped, the least harmful first")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -191,7 +194,7 @@ def _draw_panel(
     draw_guides(ax, theme)
 
 
-def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style, inches: float) -> None:
     """Each median over the first swap's, with each site swapped alone: what differs where they seem to coincide."""
     first = {row.site: row.relative_l2.p50 for row in lines[0].report.by_site}
     for line in lines[1:]:
@@ -205,7 +208,9 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
         ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
         ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
     ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
-    ax.set_title(f"each site swapped alone, as a multiple of {literal(lines[0].label)}", loc="left")
+    inputs = count(max(row.inputs for line in lines for row in line.report.by_site), "input")
+    multiple = f"as a multiple of {lines[0].label}, {inputs}"
+    ax.set_title(literal(that_fits((f"each site swapped alone, {multiple}", multiple), inches, 7.5)), loc="left")
     ax.set_ylabel("ratio of medians")
     scale_where_wide(ax)
     draw_guides(ax, theme)
@@ -213,7 +218,8 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
 
 def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *, joined: bool) -> None:
     """Draw medians and bars, set aside so that one swap does not hide another."""
-    points = [(x + line.offset, row.relative_l2) for x, row in rows]
+    offset = line.offset * (_DODGE_OF_NUMBERS if joined else 1)
+    points = [(x + offset, row.relative_l2) for x, row in rows]
     finite = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
     medians = [quantiles.p50 for _, quantiles in finite]
     dashes = line.dashes if joined else ""
@@ -269,8 +275,8 @@ def plot_keep(report: KeepReport, **options: Unpack[FigureOptions]) -> Figure:
     names = [labels[step.site] if step.site else "none" for step in report.steps[: last + 1]]
     every = math.ceil(len(names) * max(map(width_of, names)) / (inches / columns - 2 * _EDGE_INCHES))
     ticks = ["" if kept % every else f"{kept}\n{literal(name)}" for kept, name in enumerate(names)]
-    height = (_KEEP_INCHES[1] + 0.15) * rows
-    with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
+    height, foot = (_KEEP_INCHES[1] + 0.15) * rows, [_BARS + _QUALITY_BARS * bool(quality)]
+    with sheet_of(options, theme, inches, height, report.about, foot=foot, handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flat
         _draw_kept_drift(axes[0], report, series)
         if quality:

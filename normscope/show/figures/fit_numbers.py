@@ -18,6 +18,7 @@ from normscope.show.figures.sheet import draw_guides, key
 from normscope.show.figures.style import Style
 
 MARKERS = "osD^vP*X"
+_DIGITS = ((200, (1,)), (20, (1, 3)), (4, (1, 2, 5)))  # at ticks of a logarithmic axis, by the factor that it spans
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def draw_against_std(
         ends = at = alphas = np.array([min(*at, *alphas), max(*at, *alphas)])
     ax.set(xscale="log", yscale="log")
     for axis, values in ((ax.xaxis, at), (ax.yaxis, alphas)):
-        digits = (1, 2, 5) if max(values) > 4 * min(values) else (1, 1.5, 2, 3, 5, 7)
+        factor = max(values) / min(values)
+        digits = next((few for most, few in _DIGITS if factor > most), (1, 1.5, 2, 3, 5, 7))
         axis.set_major_locator(LogLocator(subs=digits, numticks=8))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())

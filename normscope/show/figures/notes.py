@@ -25,7 +25,7 @@ from normscope.show.tables.sinks import sink_sentence
 HEAD_INCHES = 0.13
 _HEAD = FontProperties(size=7)
 _LEAST_ROOM = 1.2  # inches, for the word "channels"
-# What a line of numbers contains beside R²: the curves' names, and the ceiling; in colours alone it takes least room.
+# What a line of numbers contains beside R²: the curves' names, and the ceiling; in colours alone two take least room.
 _FORMS = ((True, True), (True, False), (False, False))
 
 
@@ -38,13 +38,13 @@ def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) 
         handles += [Patch(facecolor=densities(style)(0.5), label=pairs), key("mean, E[y|x]", style.ink, lw=MEAN_WIDTH)]
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
+    named = any(fit.curve not in CURVES or fit.function.function_name != fit.curve for fit in fits)
     for curve, function in {fit.curve: fit.function for fit in fits}.items():
         argument = "αx+s" if curve in shifted else "αx"
         if curve == FREE:
             label = "free: E[y|x] in groups of bins"
         elif curve in CURVES:
-            alias = "" if function.function_name == curve else f"{curve}: "
-            label = f"{alias}A·{function.function_name}({argument})"
+            label = f"{f'{curve}: ' * named}A·{function.function_name}({argument})"
         else:
             label = f"{curve}: A·f({argument}), f(u) = {function.formula}"
         handles.append(key(label, *panels[0].looks[curve], lw=CURVE_WIDTH))
@@ -53,7 +53,7 @@ def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) 
         bounds = ("±1" if site.pointwise else "±√(d−1)" if site.centred else "±√d" for site in bounded)
         handles.append(key(f"bound {' or '.join(dict.fromkeys(bounds))}", style.faint, ":"))
     if "channel" in rows:
-        handles.append(key("other channels, evenly over x", style.faint, "", marker="o", ms=2.5, mew=0))
+        handles.append(key("other channels, sampled evenly over x", style.faint, "", marker="o", ms=2.5, mew=0))
     folds = _folds(panels)
     if RESIDUAL in rows and folds:
         label = f"±{BAND:g} standard errors of E[y|x], folds by {folds}"
@@ -187,7 +187,7 @@ def _numbers(
     Reasons for doubt follow, such as ``straight``. A line that does not fit in any form is broken.
     """
     colours = [panel.looks[fit.curve][0] for panel in panels[:1] for fit in panel.fits]
-    forms = _FORMS if len({*colours}) == len(colours) else _FORMS[:2]
+    forms = _FORMS if len({*colours}) == len(colours) < 3 else _FORMS[:2]
     for named, with_ceiling in forms:
         lines: list[Words] = []
         for panel in panels:

@@ -129,7 +129,7 @@ def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
     """Draw the panel of a site in one row of the figure; over the density stands the number of pairs beyond."""
     axis, y_limits = panel.scales.x, panel.scales.y
     axis.set_on(ax, panel.inches)
-    ax.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+    ax.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10), min_n_ticks=3))
     ax.set(xlim=axis.limits, ylim=y_limits)
     DRAW[row](ax, panel)
     if row == RESIDUAL:

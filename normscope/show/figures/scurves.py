@@ -18,7 +18,7 @@ from normscope.errors import UsageError, count, unknown
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.targets import as_capture
 from normscope.norms.sites import Layers, select
-from normscope.pairs.captures import Capture
+from normscope.pairs.captures import Capture, without_first
 from normscope.show.figures.axes import LINEAR
 from normscope.show.figures.notes import (
     HEAD_INCHES,
@@ -199,7 +199,8 @@ def overview(
 
 def _name_of_row(capture: Capture, captures: Sequence[Capture], inches: float) -> str:
     """Return a network's name; and that its weights are random, or the end of its data if others share the name."""
-    name, data = heading(capture.about), capture.about.get("data", "")
+    name, data, skip = heading(capture.about), capture.about.get("data", ""), capture.skip
+    data = data.replace(without_first(skip), f"without {f'{skip} first tokens' if skip > 1 else 'token 0'}")
     others = {also.about.get("data", "") for also in captures if heading(also.about) == name}
     end = wrapped(data.rpartition(" · ")[2], inches + 0.3, _LABEL) if len(others) > 1 and " · " in data else []
     return "\n".join(filter(None, (tail(name, inches + 0.3, _LABEL), untrained(capture.about), *end)))

@@ -35,7 +35,7 @@ _DASHES = (
 )
 # The first eight, which papers compare, differ in colour; others share them, such as softcap tanh's and derf erf's.
 _BY_COLOUR = (
-    *("tanh", "isru", "sigmoid", "arctan", "erf", "hardtanh", "linear", "softsign"),
+    *("tanh", "isru", "sigmoid", "hardtanh", "erf", "arctan", "linear", "softsign"),
     *("softcap", "satursin", "expsign", FREE, "derf"),
 )
 _CONTRAST = 4.5  # of letters, by the Web Content Accessibility Guidelines 2.2
@@ -121,7 +121,7 @@ STYLES = {
         background="#FFFFFF",
         ink="#1A1A1A",
         faint="#707070",
-        curves=(VERMILLION, BLUE, PLUM, IRIS, VIOLET, BROWN, NAVY, MOSS),
+        curves=(VERMILLION, BLUE, PLUM, BROWN, VIOLET, IRIS, NAVY, MOSS),
         density=("Greys", 0.4, 0.92),
         tokens="viridis",
         channels=(ORANGE, GREEN, SKY, PURPLE),
@@ -130,8 +130,8 @@ STYLES = {
         background="#14171C",
         ink="#E8E8E8",
         faint="#8D939D",
-        curves=(ORANGE, SKY, MAGENTA, LIME, LILAC, OLIVE, MINT, SAGE),
-        density=("Greys_r", 0.42, 0.95),
+        curves=(ORANGE, SKY, MAGENTA, OLIVE, LILAC, LIME, MINT, SAGE),
+        density=("Greys_r", 0.2, 0.5),
         tokens="viridis",
         channels=(VERMILLION, GREEN, YELLOW, PURPLE),
     ),

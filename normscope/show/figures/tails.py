@@ -31,7 +31,9 @@ _TIMES = 10.0  # the share that channels alike would have: from there on a chann
 _DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
 _COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
 _MASSIVE = "×: massive activations: |x| > 100 and |x| > 1000 times the median of |x|"
-_SETS_SIGMA = "○: sets σ, and produces little output: its share of Σ(γy)² is under a tenth of that of Σx²"
+_SETS_SIGMA = (
+    f"○: sets σ, with little output: over {_TIMES:g} times the mean share of Σy², under a tenth of it in Σ(γy)²"
+)
 
 
 def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[FigureOptions]) -> Figure:
@@ -39,8 +41,8 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
 
     Above, each channel's share of Σx² over all pairs; channels with ten times the mean share are named at the right.
     Below, dots whose area is the number of the 16 tokens of largest |x| at each position. A cross marks a site with
-    massive activations (|x| > 100 and |x| > 1000 times the median, arXiv 2402.17762), a ring a leading channel whose
-    share of Σ(γy)² is under a tenth of its share of Σx²: it sets σ, and hardly any output.
+    massive activations (|x| > 100 and |x| > 1000 times the median, arXiv 2402.17762), a ring a leading channel with ten
+    times the mean share of Σy², and under a tenth of it in Σ(γy)²: it sets σ, and produces hardly any output.
 
     Args:
         capture: what :func:`normscope.capture` returned.
@@ -57,7 +59,7 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
         raise DataError("No site holds a pair, so that there are no tails to draw.")
     by_site = {card.site: card.tails for card in cards if card.tails is not None}
     tails = {number: by_site[site] for number, site in enumerate(sites) if site in by_site}
-    massive, rings = _marks(tails)
+    massive, rings = _marks(tails, [site.d for site in capture.sites if site.name in sites])
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
     dot: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
@@ -77,13 +79,13 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
     return figure
 
 
-def _marks(tails: Mapping[int, Tails]) -> tuple[list[int], NDArray[np.int64]]:
+def _marks(tails: Mapping[int, Tails], widths: Sequence[int]) -> tuple[list[int], NDArray[np.int64]]:
     """Return the sites with massive activations, and sites and leading channels without output, int64 ``(n, 2)``."""
     rings = [
         (number, channel.channel)
         for number, of_site in tails.items()
         for channel in of_site.channels
-        if channel.of_output is not None and channel.of_output < channel.share / 10
+        if 10 * (channel.of_output or 0) < (channel.of_y or 0) > _TIMES / widths[number]
     ]
     massive = [number for number, of_site in tails.items() if of_site.massive]
     return massive, np.array(rings, int).reshape(-1, 2)

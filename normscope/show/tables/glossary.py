@@ -118,7 +118,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "90 % of y²": "share of a token's elements that contain 90 % of its Σy², median; 44 % if it is normal",
         "cosine": "mean cosine between the y of two of the 16 tokens of largest |x|",
         "leading": "the 4 channels of largest Σx²",
-        "of Σx²": "share of each of them in Σx², and so in σ²",
+        "of Σx²": "share of each of them in Σx²",
         "of Σy²": "share of each of them in Σy²",
         "of Σ(γy)²": "share of each of them in Σ(γy)², the output before the bias",
         "γ : median": "γ of each of them over the median |γ| of all channels",

@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError
-from normscope.show.figures.drift import curve_name
+from normscope.show.figures.drift import colours_of
 from normscope.show.figures.panels import outline
 from normscope.show.figures.sheet import columns_of, inches_of, sheet_of
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
@@ -102,7 +102,7 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     if row.median is None or row.p25 is None or row.p75 is None:
         ax.text(0.01 * right, y, "not run", color=style.faint, va="center", fontproperties=_SMALL)
         return
-    colour = style.ink if row.variant == NATIVE else style.looks().get(curve_name(row.variant), (style.faint,))[0]
+    colour = style.ink if row.variant == NATIVE else colours_of([row.variant], style)[row.variant]
     ax.barh(y, row.median / scale, height=0.72, color=colour, lw=0.6, zorder=2)
     low, high = row.p25 / scale, row.p75 / scale
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:#.3g}".rstrip(".")

@@ -14,17 +14,17 @@ from normscope.show.figures.drift import with_unit
 from normscope.show.figures.sheet import inches_of, key, plain, scale_where_wide, sheet_of
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
 from normscope.show.figures.text import write_at
-from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
+from normscope.tools.heal.reports import TRAINED, HealReport
+from normscope.tools.heal.table import STAGES
 
 _INCHES = (6.4, 2.7)
 _LEAST_ABREAST = 4.5  # of the panels beside one another
-_STAGES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
 
 
 def plot_healing(report: HealReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
 
-    Left, the training: its loss between checks, and the median drift at each check on the inputs that decide, with a
+    Left, the training: its loss between checks, and the median drift at each check on validation inputs, with a
     filled marker if the state was kept; dashed, the median before training. Right, the held-out inputs: medians and
     bars from the 10th to the 90th percentile, filled for the state that the network was left in. A training at whose
     checks no state was kept has no state of its own there.
@@ -75,7 +75,7 @@ def _draw_course(losses: Axes, course: Axes, report: HealReport, look: dict[str,
     end = max((check.step for check in report.checks), default=1)
     course.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
     course.set_xlabel("training steps")
-    course.set_ylabel(f"{with_unit(report.measure)},\n{report.n_judged} inputs that decide")
+    course.set_ylabel(f"{with_unit(report.measure)},\n{report.n_judged} validation inputs")
     for ax in (losses, course):
         scale_where_wide(ax)
 
@@ -96,6 +96,6 @@ def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict
     if not scale_where_wide(ax):
         ax.set_ylim(bottom=0)
     ax.set_xlim(-0.5, len(stages) - 0.3)
-    ax.set_xticks(range(len(stages)), [_STAGES[stage] for stage in stages])
-    kept, change = _STAGES[report.left_with].replace("\n", " "), f"{-100 * report.closed:+.3g} %".replace("-", "−")
-    ax.set_title("start values kept" if report.restored else f"{kept} state kept: median {change}")
+    ax.set_xticks(range(len(stages)), [STAGES[stage] for stage in stages])
+    kept, change = STAGES[report.left_with], f"{-100 * report.closed:+.3g} %".replace("-", "−")
+    ax.set_title("uncalibrated state kept" if report.restored else f"{kept} state kept: median {change}")

@@ -8,7 +8,7 @@ from normscope.show.tables.drift import quality_table
 from normscope.show.tables.table import Column, TextTable, several, table_of, words
 from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
 
-_NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
+STAGES = {START: "uncalibrated", CALIBRATED: "calibrated", TRAINED: "trained"}
 _NONE_KEPT = "training, no state kept"
 
 
@@ -20,7 +20,7 @@ def healing_table(report: HealReport) -> TextTable:
         return [f"{value:.3g}" if math.isfinite(value) else "not finite" for value in values]
 
     columns: list[Column[str]] = [
-        words("after", lambda stage: _NAMES[stage] if stage != TRAINED or report.training_kept else _NONE_KEPT),
+        words("after", lambda stage: STAGES[stage] if stage != TRAINED or report.training_kept else _NONE_KEPT),
         Column("steps", lambda stage: str(report.steps) if stage == TRAINED else ""),
         *several(("10 %", "median", "90 %"), drifts),
         Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),

@@ -89,12 +89,14 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
                 ax.set_xlabel("step", labelpad=1)
             if ax.images and number % columns and axes.flat[number - 1].images:
                 ax.tick_params(labelleft=False)
+        for ax, first in itertools.product(axes.flat, [ax for ax in axes.flat if ax.images][:1]):
+            ax.set_xlim(first.get_xlim())  # lines beside maps
     return figure
 
 
 def _steps(timeline: Timeline) -> str:
     ends = " to ".join(f"{step:,}" for step in timeline.steps[timeline.ends])
-    probes = f"{count(len(timeline.steps), 'probe')}, " if len(timeline.steps) > 1 else ""
+    probes = f"{count(len(timeline.steps), 'record')}, " if len(timeline.steps) > 1 else ""
     site = f"{timeline.sites[0].name} · " if len(timeline.sites) == 1 else ""
     return f"{site}{probes}step {ends}"
 
@@ -156,7 +158,8 @@ def _label(ax: Axes, title: str, steps: NDArray[np.int64], theme: Style) -> None
     """Write the title, and ticks: at the probed steps if they are few and far apart, and otherwise at round ones."""
     if not ax.images:
         draw_guides(ax, theme)
-        title += ", log" if title != _SATURATED and scale_where_wide(ax) else ""
+    logarithmic = isinstance(ax.images[0].norm, LogNorm) if ax.images else title != _SATURATED and scale_where_wide(ax)
+    title += ", log" * logarithmic
     ax.set_title(title, loc="left", parse_math=False)
     apart = len(steps) <= _TICKS and all(np.diff(steps) * _TICKS >= steps[-1] - steps[0])
     ax.xaxis.set_major_locator(FixedLocator(steps.tolist()) if apart else MaxNLocator(_TICKS - 1, integer=True))

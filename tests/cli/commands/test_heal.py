@@ -52,7 +52,7 @@ def test_an_interrupted_healing_resumes_to_the_same_table(here, monkeypatch):
     done = invoke(f"{QUICK} -o out/healed")
     assert "going on from out/healed.healing.safetensors" in done.stderr
     lines = done.stdout.splitlines()
-    rows = [line for line in lines if line.startswith(("start values", "calibrated", "train"))]
+    rows = [line for line in lines if line.startswith(("uncalibrated", "calibrated", "train"))]
     assert len(rows) == 3 and "%" in rows[-1] and sum(row.endswith("yes") for row in rows) == 1
     steps = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert [int(line.split()[1].strip(":")) for line in steps] == [4, 6, 7, 8, 10, 11, 12, 14, 15, 16]

@@ -68,13 +68,14 @@ def test_the_legend_names_differences_and_the_heading_what_captures_share(pair):
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["1  step 1", "2  step 2", "ceiling: held-out R² of the best function of x", "95 % interval"]
     assert figure.get_suptitle() == "net$x_{ · sites matched by name"
-    assert figure.texts[-1].get_text() == "dtype: float32 · data: noise"
+    assert figure.texts[-1].get_text() == "data: noise"
     parts = [captured(data=f"noise · timestep {n}", part=f"timestep {n}") for n in (980, 0)]
     assert told_apart(parts)[0] == ["1  timestep 980", "2  timestep 0"]
     assert drawn(parts)[1].texts[-1].get_text().endswith("data: noise")
     assert told_apart([captured(), captured()])[0] == ["1  24 samples", "2  24 samples"]
     others = [captured(), captured(model="other", data="a long text"), captured(model="third", data="a long text")]
     assert told_apart(others)[0] == ["1  net$x_{", "2  other", "3  third"]  # which suffices
+    assert drawn(others)[1].texts[-1].get_text() == "1: noise; 2: a long text; 3: a long text\nweights: random"
 
 
 def test_a_straight_fit_is_open_and_has_no_point_in_the_panel_of_alpha():

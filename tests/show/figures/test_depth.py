@@ -128,19 +128,21 @@ def test_a_column_holds_its_sites_shares_and_massive_ones_are_named(massive):
     assert [tick.get_text() for tick in tokens.get_xticklabels()] == ["0", "1", "2"]
 
 
-def test_a_ring_marks_a_leading_channel_without_output(massive):
+@pytest.mark.parametrize(("tokens", "ringed"), [(3, [[0, 7]]), (1, [])])
+def test_a_ring_marks_a_leading_channel_without_output(massive, tokens, ringed):
+    """One that sets σ of a third of the tokens: a third of Σy². In a single one of nine it has all of Σx² as well."""
     capture, x = massive
     model = nn.Sequential(nn.LayerNorm(48))
     nn.init.zeros_(model[0].weight[7:8])
     batches = [x.clone() for _ in range(2)]
     for batch in batches:
-        batch[:, 0, 7] = 3000
+        batch[:, :tokens, 7] = 3000
     seen = normscope.capture(model, batches, about=capture.about)
     plain = plot_tails(seen, normscope.norm_cards(seen))
     marked = plot_tails(seen, normscope.norm_cards(seen, model, batches))
     [rings] = marked.axes[0].collections
-    assert rings.get_offsets().tolist() == [[0, 7]]
-    assert any("○" in text.get_text() for text in marked.texts)
+    assert rings.get_offsets().tolist() == ringed
+    assert any("○" in text.get_text() for text in marked.texts) == bool(ringed)
     assert not any("○" in text.get_text() for text in plain.texts)
 
 

@@ -15,6 +15,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.norms.trace import find_norms
 from normscope.show.figures.drift import plot_drift
+from normscope.show.figures.fit_numbers import MARKERS
 from normscope.show.figures.sheet import save_figure
 from normscope.show.figures.style import style_named
 from normscope.show.tables.drift import drift_table, parts_table, sites_table
@@ -77,7 +78,7 @@ def medians(rows):
 
 def dots(ax):
     """The points that a panel draws of each swap: (x, y)."""
-    lines = [line for line in ax.lines if line.get_marker() in ("o", "s") and len(line.get_xdata())]
+    lines = [line for line in ax.lines if line.get_marker() in MARKERS and len(line.get_xdata())]
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in lines]
 
 
@@ -93,7 +94,9 @@ def test_each_panel_draws_medians_and_ranges_beside_one_another(reports):
         assert ranges == [[(quantiles.p10, quantiles.p90) for quantiles in row] for row in expected], rows
         places = [x for xs, _ in dots(ax) for x in xs]
         assert len(set(places)) == len(places), rows
-    assert [[round(at) for at in x] for x, _ in dots(cumulative)] == [[1, 2, 3]] * 3
+    for panel, expected in ((cumulative, [1, 2, 3]), (parts, [0, 1])):  # numbers: on their ticks, to the eye
+        np.testing.assert_allclose([x for x, _ in dots(panel)], [expected] * 3, atol=0.02)
+    assert {"each site swapped alone, 12 inputs", "one site more at a time, 12 inputs"} < set(titled(figure))
     assert {at % 1 for at in cumulative.get_xticks()} == {0}
     assert [tick.get_text() for tick in parts.get_xticklabels()] == ["980", "0"] and parts.get_xlabel() == "timestep"
     assert figure.get_suptitle().startswith("net$x_{") and "12 inputs" in figure.get_suptitle()
@@ -101,7 +104,7 @@ def test_each_panel_draws_medians_and_ranges_beside_one_another(reports):
 
 def test_ratios_are_relative_to_the_first_swap(reports):
     measured, sites = reports
-    ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of DyT · paper"]
+    ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of DyT · paper, 12 inputs"]
     first, *others = (np.array(medians(report.by_site)) for report in measured)
     np.testing.assert_allclose([y for _, y in dots(ratios)], np.array(others) / first, rtol=1e-12)
     assert len(plot_drift(measured[:1], sites).axes) == 4  # one alone has nothing beside it
@@ -133,6 +136,8 @@ def test_functions_differ_in_colour_and_a_curve_keeps_its_own(reports, style, fu
     figure = plot_drift([replace(reports[0][0], func=func) for func in funcs], style=style)
     colours = [handle.get_color() for handle in figure.legends[0].legend_handles[:3]]
     assert len(set(colours)) == 3 and colours[2] == style_named(style).looks()[curve][0]
+    assert "rmsnorm" not in funcs or colours[0] == style_named(style).faint
+    assert len({handle.get_marker() for handle in figure.legends[0].legend_handles[:3]}) == 3
     assert labels(figure)[:3] == [f"{published_name(func)} · paper" for func in funcs]
 
 

@@ -122,6 +122,11 @@ def test_rows_of_one_network_are_told_apart_by_their_data():
     ]
     names = [row[0].get_ylabel().replace("\n", " ") for row in panels(overview(seen))]
     assert names == ["net output y", "net without token 0 output y"]
+    model = nn.Sequential(nn.LayerNorm(8))
+    x, about = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)), {"model": "net", "data": "2 texts"}
+    skipping = [normscope.capture(model, [x], about=about, skip=skip) for skip in range(3)]
+    names = [row[0].get_ylabel().replace("\n", " ") for row in panels(overview(skipping))]
+    assert names == ["net output y", "net without token 0 output y", "net without 2 first tokens output y"]
 
 
 def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):

@@ -67,6 +67,7 @@ def test_curves_that_are_compared_have_hues_of_their_own_and_nothing_else_has_th
     looks = style.looks(["mine"])
     compared = ("tanh", "isru", "derf", "hardtanh", "linear", "sigmoid", "arctan", "softsign")
     assert len({looks[curve][0] for curve in compared}) == len(compared)
+    assert len({str(looks[curve][1]) for curve in compared[:4]}) == 4
     assert looks["derf"][0] == looks["erf"][0] and looks["mine"][0] not in (looks["tanh"][0], looks["isru"][0])
     assert {colour for colour, _ in looks.values()} == set(style.curves)
     assert not {*style.curves} & {*style.channels, style.ink, style.faint, style.background}

@@ -45,7 +45,7 @@ def test_the_figure_shows_every_check_and_the_drift_before_training():
     assert [list(line.get_ydata()) for line in course.lines if line.get_ls() == "--"] == [[0.31, 0.31]]
     assert losses.lines[0].get_xydata().tolist() == [[0, 0.2], [5, 0.2], [10, 0.15], [20, 0.1]]
     assert course.get_xlabel() == "training steps" and all(x >= 0 for x in course.get_xticks())
-    assert course.get_ylabel() == "relative L2,\n64 inputs that decide"
+    assert course.get_ylabel() == "relative L2,\n64 validation inputs"
 
 
 def test_the_figure_shows_the_drift_before_and_after_each_stage():
@@ -54,13 +54,13 @@ def test_the_figure_shows_the_drift_before_and_after_each_stage():
     assert bars == [[stage["p10"], stage["p90"]] for stage in DRIFTS.values()]
     assert dots(drifts) == [[[2, 0.1]], [[0, 0.5], [1, 0.3]]]  # filled: the state that was kept
     assert [text.get_text() for text in drifts.texts] == ["0.5", "0.3", "0.1"]
-    assert stages(drifts) == ["start values", "calibrated", "trained"]
+    assert stages(drifts) == ["uncalibrated", "calibrated", "trained"]
     assert drifts.get_title() == "trained state kept: median −80 %"
 
 
 def test_a_state_before_training_is_not_called_trained():
     figure = plot_healing(NOT_KEPT)
-    assert stages(figure.axes[-1]) == ["start values", "calibrated"]
+    assert stages(figure.axes[-1]) == ["uncalibrated", "calibrated"]
     assert figure.axes[-1].get_title() == "calibrated state kept: median −40 %"
     assert any("no state of it was kept" in text.get_text() for text in figure.texts)
     assert healing_table(NOT_KEPT).rows[2][0] == "training, no state kept"
@@ -70,12 +70,12 @@ def test_infinite_drift_is_labelled_and_not_drawn():
     start = dict.fromkeys(("p10", "median", "p90"), math.inf)
     *_, drifts = plot_healing(replace(REPORT, drifts=dict.fromkeys(DRIFTS, start), left_with="start")).axes
     assert [text.get_text() for text in drifts.texts] == ["not finite"] * 3
-    assert drifts.get_title() == "start values kept"
+    assert drifts.get_title() == "uncalibrated state kept"
 
 
 def test_the_table_has_a_row_per_stage():
     columns = list(map(list, zip(*healing_table(REPORT).rows, strict=True)))
-    assert columns[0] == ["start values", "calibrated", "trained"]
+    assert columns[0] == ["uncalibrated", "calibrated", "trained"]
     assert columns[1] == ["", "", "20"]
     assert columns[3] == ["0.5", "0.3", "0.1"]
     assert columns[5] == ["", "40.0%", "80.0%"]

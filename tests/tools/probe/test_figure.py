@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import LogNorm
 from timelines import timeline, written
 from torch import nn
 
@@ -14,6 +15,7 @@ from normscope.tools.probe.figure import plot_scurves_by_step, plot_timeline
 
 
 def panels(figure):
+    """The panels by title, without the word for a logarithmic scale."""
     titles = {ax.get_title(loc="left").removesuffix(", log"): ax for ax in figure.axes if ax.get_visible()}
     return {title: ax for title, ax in titles.items() if title}
 
@@ -28,6 +30,19 @@ def test_each_pixel_of_a_map_is_the_nearest_record():
     for share, step in ((0.0, 0), (0.1, 50), (0.3, 100), (0.6, 100), (0.7, 400), (1.0, 400)):
         [values] = run.values("spread")[run.steps == step]
         np.testing.assert_array_equal(pixels[:, round(share * (pixels.shape[1] - 1))], values)
+
+
+def test_a_line_beside_maps_has_their_axis_of_steps_and_logarithmic_maps_are_called_so():
+    run = timeline(norms=9)
+    run = replace(run, numbers={**run.numbers, "spread": 10.0 ** np.arange(36).reshape(4, 9)})
+    figure = plot_timeline(run)
+    drawn = panels(figure)
+    last = drawn["largest |x|"]
+    assert drawn["loss"].get_xlim() == last.get_xlim() and list(drawn["loss"].get_xticks()) == list(last.get_xticks())
+    logarithmic = [ax for ax in drawn.values() if ax.images and isinstance(ax.images[0].norm, LogNorm)]
+    assert drawn["σ: 95th/5th percentile"] in logarithmic
+    assert all(ax.get_title(loc="left").endswith(", log") for ax in logarithmic)
+    assert "4 records" in figure.get_suptitle()
 
 
 def test_maps_of_one_number_share_their_colours():
