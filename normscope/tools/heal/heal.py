@@ -46,9 +46,9 @@ from normscope.tools.heal.training import (
 )
 
 STEPS = 1700
-SAMPLES_A_STEP = 64  # at least, if they can be run in one pass; or
-_TOKENS_A_STEP = 4096  # at a norm: in the same time, many steps of few long inputs learn more than few steps of many
-_SAMPLES_APART = 8  # at most, if they cannot
+SAMPLES_A_STEP = 64  # at least, if they can be run in one pass, unless they exceed _TOKENS_A_STEP
+_TOKENS_A_STEP = 4096  # at a norm, so that a step of long inputs does not take a large part of the minutes
+_SAMPLES_APART = 8  # at most, if they cannot be run in one pass
 _MOST_CALIBRATED = 320  # samples: twice as many take twice the time, for a thirtieth less drift
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
