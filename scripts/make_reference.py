@@ -118,7 +118,7 @@ def _markdown(docstring: str) -> str:
     """Convert a docstring: sections to lists, doctests to blocks, names without Sphinx's roles."""
     text = _ROLE.sub(_link, docstring).replace("``", "`")
     text = _SECTION.sub(_list, text + "\n")
-    return _DOCTEST.sub(r"```python\n\g<0>\n```", text)
+    return _DOCTEST.sub(r"```python\n\g<0>\n```", text).rstrip() + "\n"
 
 
 def _list(section: re.Match[str]) -> str:
@@ -126,7 +126,7 @@ def _list(section: re.Match[str]) -> str:
     if section[1] in ("Returns", "Yields"):
         return f"**{section[1]}**: {body}\n\n"
     entries = (re.sub(r"^([\w.*, ]+): ", r"`\1`: ", entry.strip()) for entry in _ENTRY.split(body) if entry)
-    return f"**{section[1]}**\n\n" + "".join(f"- {entry}\n" for entry in entries)
+    return f"**{section[1]}**\n\n" + "".join(f"- {entry}\n" for entry in entries) + "\n"
 
 
 def _link(role: re.Match[str]) -> str:
