@@ -19,12 +19,14 @@ from normscope.pairs.captures import Capture
 from normscope.show.figures.fit_numbers import (
     ALPHA,
     MARKERS,
+    NO_CEILING,
     SATURATED,
     SLOPE,
     FitNumber,
     draw_number,
     finish,
     handles_of_fits,
+    is_too_low,
     r_squared,
 )
 from normscope.show.figures.sheet import (
@@ -123,6 +125,7 @@ def plot_comparison(
     handles = [*(key(line.label, ms=3.2, lw=1, **line.look) for line in lines), *handles_of_fits(every, theme)]
     parts: dict[str, Any] = {"handles": handles, "names": _NAMED[1:], "detail": _MATCHED[by_name]}
     parts["foot"] = [_sources(captures, common, [line.label for line in lines])]
+    parts["foot"] += [NO_CEILING] if any(map(is_too_low, every)) else []
     with sheet_of(options, theme, inches, height, common, **parts) as figure:
         axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
         for ax in axes[-len(numbers) :, len(curves) - columns * (blocks - 1) :].flat:

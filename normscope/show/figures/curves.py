@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import MathTextParser
 
 from normscope.curves.expressions import curves_named
@@ -19,7 +18,7 @@ from normscope.curves.known import Curve
 from normscope.errors import UsageError
 from normscope.show.figures.sheet import columns_of, inches_of, key, sheet_of
 from normscope.show.figures.style import FigureOptions, Style, shades, theme_of
-from normscope.show.figures.text import literal, wrapped
+from normscope.show.figures.text import TITLE, literal, wrapped
 
 ALPHAS = {0.5: "-", 1.0: (0, (4, 1.5)), 2.0: (0, (1, 1.2))}  # with their dashes
 _INCHES, _LEAST_PANEL, _COLUMNS = 6.6, 0.95, 4
@@ -28,7 +27,6 @@ _EDGE_INCHES = 0.3  # of a panel, beside its axes
 _REACH = 5.0
 _X = torch.linspace(-_REACH, _REACH, 601, dtype=torch.float64)
 _ABOVE = "f(u) stands above each panel; u = αx"
-_FORMULA = FontProperties(size=7)
 _UNBROKEN = re.compile(r".+?(?:,\\ |\\,|\\;| / |$)")  # parts of TeX, each but the last with what follows it
 _MATH: Any = MathTextParser("path")
 
@@ -60,7 +58,15 @@ def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[F
     colours = shades(theme)(np.linspace(0, 0.8, len(ALPHAS)))
     looks = [(alpha, colour, dashes) for (alpha, dashes), colour in zip(ALPHAS.items(), colours, strict=True)]
     handles = [key(f"α = {alpha:g}", colour, dashes, lw=1.1) for alpha, colour, dashes in looks]
-    with sheet_of(options, theme, inches, height, {}, foot=[_ABOVE], handles=handles) as figure:
+    foot = [
+        _ABOVE,
+        *(
+            f"{curve.name}: f(u) = {curve.formula}"
+            for head, (curve, *_) in zip(heads, panels.values(), strict=True)
+            if head.endswith("…")
+        ),
+    ]
+    with sheet_of(options, theme, inches, height, {}, foot=foot, handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
@@ -74,7 +80,7 @@ def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[F
 
 
 def _draw_curve(ax: Axes, curve: Curve, head: str, looks: Sequence[tuple[float, Any, Any]], theme: Style) -> None:
-    ax.set_title(head, loc="left", fontproperties=_FORMULA)
+    ax.set_title(head, loc="left", fontproperties=TITLE)
     for alpha, colour, dashes in looks:
         ax.plot(_X, curve.function(alpha * _X), color=colour, ls=dashes, lw=1.1)
     for level in (0.0,) if curve.limit is None else (-curve.limit, 0.0, curve.limit):
@@ -87,8 +93,8 @@ def _heading(alike: Sequence[Curve], inches: float) -> str:
     """Return the names of curves of one formula and, in lines of a width, the formula."""
     curve, names, lines = alike[0], ", ".join(curve.name for curve in alike), [""]
     for part in _UNBROKEN.findall(curve.tex):
-        if lines[-1] and _MATH.parse(f"${lines[-1]}{part}$", 72, _FORMULA).width / 72 > inches:
+        if lines[-1] and _MATH.parse(f"${lines[-1]}{part}$", 72, TITLE).width / 72 > inches:
             lines.append("")
         lines[-1] += part
-    formula = [f"${line}$" for line in lines] if curve.tex else map(literal, wrapped(curve.formula, inches, _FORMULA))
+    formula = [f"${line}$" for line in lines] if curve.tex else map(literal, wrapped(curve.formula, inches, TITLE))
     return "\n".join((literal(names), *formula))

@@ -18,6 +18,7 @@ from normscope.show.figures.sheet import draw_guides, key
 from normscope.show.figures.style import Style
 
 MARKERS = "osD^vP*X"
+NO_CEILING = "No ceiling where it is known to be too low"
 _DIGITS = ((200, (1,)), (20, (1, 3)), (4, (1, 2, 5)))  # at ticks of a logarithmic axis, by the factor that it spans
 
 
@@ -58,9 +59,14 @@ def draw_number(
             ax.plot([x], [y], mfc=ax.get_facecolor() if fit.doubt else look["color"], zorder=3, **marker)
             ax.plot([x, x], fit.intervals.get(number.name, (y, y)), color=look["color"], lw=0.7, zorder=1)
     if number in (_R2, _HELD_OUT):
-        ceilings = [(x, fit.r2_ceiling) for x, fit in points if fit.r2_ceiling is not None and not fit.x_repeats]
+        ceilings = [(x, fit.r2_ceiling) for x, fit in points if fit.r2_ceiling is not None and not is_too_low(fit)]
         dots: dict[str, Any] = {"color": ceiling, "ls": ":", "lw": 0.9, "marker": "_", "ms": 4, "zorder": 1}
         ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], **dots)
+
+
+def is_too_low(fit: CurveFit) -> bool:
+    """True if the ceiling beside a fit is known to be too low."""
+    return fit.r2_ceiling is not None and fit.x_repeats
 
 
 def handles_of_fits(fits: Sequence[CurveFit], theme: Style) -> list[Artist]:
@@ -81,7 +87,8 @@ def finish(ax: Axes, number: FitNumber, theme: Style) -> None:
     """Draw guides, and say in words if no fit has the number."""
     draw_guides(ax, theme)
     if not ax.dataLim.y0 < math.inf:
-        ax.text(0.5, 0.5, f"no {number.label}\nidentified", ha="center", va="center", transform=ax.transAxes)
+        text = f"no {number.label}" + "\nidentified" * (number in (AMPLITUDE, ALPHA))
+        ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
 
 
 def draw_against_std(

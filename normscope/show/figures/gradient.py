@@ -25,22 +25,35 @@ from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
 from normscope.show.figures.axes import LINEAR, pairs_beyond, scales_of
 from normscope.show.figures.panels import outline
-from normscope.show.figures.sheet import columns_of, inches_of, key, sheet_of, site_labels
+from normscope.show.figures.sheet import columns_of, inches_of, key, row_inches, sheet_of, site_labels
 from normscope.show.figures.style import FigureOptions, Style, theme_of
-from normscope.show.figures.text import LINE_POINTS, NOTE, that_fits, wrapped
+from normscope.show.figures.text import (
+    LINE_POINTS,
+    NOTE,
+    TITLE,
+    Words,
+    lines_of_words,
+    tail,
+    that_fits,
+    wrapped,
+    write_above,
+)
 
 Array = NDArray[np.float64]
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
-_LEAST_INCHES, _LEAST_PANEL = 3.5, 1.3
+_LEAST_INCHES, _LEAST_PANEL = 3.5, (1.45, 0.8)
 _PANEL_INCHES = (2.35, 1.75)
-_LEFT: dict[str, Any] = {"loc": "left", "parse_math": False, "fontproperties": NOTE}
+_LABEL_INCHES = 1.3  # height of a panel that a label of y with its unit takes
 _MOST_COLUMNS = 6
 _FEW_TIMES = 3  # between the values of a logarithmic axis with even ticks
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
 _GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
-_FOOT = "×: 84th over 16th percentile over the drawn tokens; tail: 1 % of the pairs, right of the grey line"
+_FOOT = (
+    "×: 84th over 16th percentile of the drawn tokens; tail: 1 % of the pairs, beyond the grey line",
+    "Below: medians, and for DyT's constant the 16th to 84th percentile",
+)
 
 
 def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Unpack[FigureOptions]) -> Figure:
@@ -61,16 +74,20 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
     """
     theme = theme_of(options)
     views = gradient(capture, fits)
-    across = columns_of(options, len(views), _LEAST_PANEL, _MOST_COLUMNS)
+    across = columns_of(options, len(views), _LEAST_PANEL[0], _MOST_COLUMNS)
     blocks = math.ceil(len(views) / across)
     inches = inches_of(options.get("width"), max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
     room = (inches - 0.3) / across - _EDGE_INCHES
     names = site_labels((site.name for site in capture.sites), options)
-    heads = [wrapped(_head(view), room) for view in views]
-    height = 2 * min(_PANEL_INCHES[1], room) + (max(map(len, heads)) + 3) * LINE_POINTS / 72
+    heads = [lines_of_words(_head(view, fits, theme), room) for view in views]
+    most = max(map(len, heads))
+    texts = blocks * (most + 4) * LINE_POINTS / 72
+    height = min(_PANEL_INCHES[1], room + 0.2)
+    if options.get("width"):
+        height = row_inches(height, 2 * blocks, texts, _LEAST_PANEL[1])
     parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "handles": _handles(views, fits, theme)}
-    parts["foot"] = [*_share_of_diagonal(views), _FOOT]
-    with sheet_of(options, theme, inches, height * blocks, capture.about, **parts) as figure:
+    parts["foot"] = [*_FOOT, *_share_of_diagonal(views)]
+    with sheet_of(options, theme, inches, texts + 2 * blocks * height, capture.about, **parts) as figure:
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -79,10 +96,12 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
             above, below = axes[2 * block : 2 * block + 2, column]
             fits_here = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
             _draw_site(above, below, site, capture.stats[site.name], view, fits_here, theme, room)
-            above.set_title("\n".join([names[site.name], *head]), **_LEFT)
+            pad = write_above(above, [*head, *[[]] * (most - len(head))])
+            look: dict[str, Any] = {"loc": "left", "y": 1, "pad": pad, "parse_math": False}
+            above.set_title(tail(names[site.name], room, TITLE), fontproperties=TITLE, **look)
             if column == 0:
                 above.set_ylabel("∂y$_i$/∂x$_i$", labelpad=1)
-                below.set_ylabel("σ and √C, in units of x", labelpad=1)
+                below.set_ylabel("σ and √C" + ", in units of x" * (height > _LABEL_INCHES), labelpad=1)
     return figure
 
 
@@ -113,13 +132,13 @@ def _decline(ax: Axes, reason: str, inches: float) -> None:
     ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **look)
 
 
-def _head(view: GradientView) -> str:
-    """Return the R² of functions of x that predict the diagonal."""
-    if view.reason:
-        return ""
-    ceiling = [f"ceiling {_written(view.r2_of_x, '.2f')}"] if math.isfinite(view.r2_of_x) else []
-    curves = [f"{curve} {_written(r2, '.2f')}" for curve, r2 in view.r2.items()]
-    return f"R²: {', '.join([*ceiling, *curves])}" if ceiling or curves else ""
+def _head(view: GradientView, fits: Sequence[CurveFit], style: Style) -> Words:
+    """Return the R² of functions of x that predict the diagonal, in the colours of the curves."""
+    looks = style.looks(fit.curve for fit in fits)
+    words = [(f"{curve}′ {_written(r2, '.2f')}", looks[curve][0]) for curve, r2 in view.r2.items()]
+    if math.isfinite(view.r2_of_x):
+        words.append((f"ceiling {_written(view.r2_of_x, '.2f')}", style.ink))
+    return [("R²", style.ink), *words] if words and not view.reason else []
 
 
 def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
@@ -128,7 +147,7 @@ def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
     if not shares:
         return []
     ends = dict.fromkeys(f"{100 * end:.3g}" for end in (min(shares), max(shares)))
-    return [f"R²: of functions of x for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
+    return [f"R²: of the derivatives, for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
 
 
 def _draw_diagonal(
@@ -184,13 +203,13 @@ def _draw_constants(ax: Axes, view: GradientView, drawn: DrawnJacobians, style: 
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.axvline(drawn.tail, color=style.faint, lw=0.7, zorder=1)
-    sign = "σ" if view.centred else "ρ"
-    parts = [(part, view.constants[part]) for part in ("centre", "tail")]
-    ratios = [
-        f"{part}: {sign} ×{_written(ratio.scale.ratio, '.3g')}, √C ×{_written(ratio.others.ratio, '.3g')}"
-        for part, ratio in parts
-    ]
-    ax.set_title("\n".join(ratios), **_LEFT)
+    centre, tail = view.constants["centre"], view.constants["tail"]
+    ratios = (
+        ("σ" if view.centred else "ρ", centre.scale.ratio, tail.scale.ratio, held["color"]),
+        ("√C", centre.others.ratio, tail.others.ratio, root["color"]),
+    )
+    written = [(f"{sign} ×{_written(n, '.3g')}, tail ×{_written(m, '.3g')}", colour) for sign, n, m, colour in ratios]
+    write_above(ax, [[words] for words in written])
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
@@ -231,14 +250,14 @@ def _handles(views: Sequence[GradientView], fits: Sequence[CurveFit], style: Sty
     """Make the legend: points, and lines."""
     looks, (held, root) = style.looks(fit.curve for fit in fits), _held_looks(style)
     n_tokens = max(view.n_tokens for view in views)
+    scales = " or ".join(dict.fromkeys("σ" if view.centred else "ρ" for view in views))
+    curves = list(dict.fromkeys(fit.curve for fit in fits if not fit.degenerate))
+    in_headings = len({looks[curve][0] for curve in curves}) == len(curves)  # named there, each in its colour
     return [
-        key(f"{n_tokens} tokens drawn uniformly", style.faint, "", marker="o", ms=3, mew=0),
-        key(f"{LARGEST_TOKENS} tokens of largest |x|", style.channels[0], "", marker="o", ms=3, mew=0),
-        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
-        *(
-            key(f"derivative of {curve}", *looks[curve], lw=1.1)
-            for curve in dict.fromkeys(fit.curve for fit in fits if not fit.degenerate)
-        ),
-        key("σ (RMSNorm: ρ), constant in DyT: median, 16–84 %", **held),
-        key("√C, constant in DyISRU: median", **root),
+        key(f"{n_tokens} random tokens", style.faint, "", marker="o", ms=3, mew=0),
+        key(f"{LARGEST_TOKENS} of largest |x|", style.channels[0], "", marker="o", ms=3, mew=0),
+        Line2D([], [], color=style.ink, lw=1.4, label="mean, E[∂y$_i$/∂x$_i$ | x]"),
+        *(key(f"{curve}′", *looks[curve], lw=1.1) for curve in curves if not in_headings),
+        key(f"{scales}, constant in DyT", **held),
+        key("√C, constant in DyISRU", **root),
     ]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 
 from normscope.curves.known import CURVES, FREE
@@ -15,15 +14,25 @@ from normscope.errors import count
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.saturation import site_saturation
 from normscope.runtime.files import visible
+from normscope.show.figures.fit_numbers import NO_CEILING, is_too_low
 from normscope.show.figures.panel_data import extreme_channels
 from normscope.show.figures.panels import BAND, BAND_ALPHA, CURVE_WIDTH, MEAN_WIDTH, RESIDUAL, Panel, best_of
 from normscope.show.figures.sheet import key
 from normscope.show.figures.style import FULL, NO_LABELS, SHORT, densities
-from normscope.show.figures.text import Words, broken, signed, tail, words_inches, wrapped, write_above
+from normscope.show.figures.text import (
+    TITLE,
+    Words,
+    broken,
+    lines_of_words,
+    signed,
+    tail,
+    words_inches,
+    wrapped,
+    write_above,
+)
 from normscope.show.tables.sinks import sink_sentence
 
 HEAD_INCHES = 0.13
-_HEAD = FontProperties(size=7)
 _LEAST_ROOM = 1.2  # inches, for the word "channels"
 # What a line of numbers contains beside R²: the curves' names, and the ceiling; in colours alone two take least room.
 _FORMS = ((True, True), (True, False), (False, False))
@@ -88,6 +97,9 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_
         lines.append(f"R² on {f'held-out pairs, folds by {folds}' if folds else 'all pairs'}")
         if "ceiling" in str(lines_above(panels, ["density"], labels)):
             lines[0] += "; ceiling: that of the best function of x"
+    without = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None and not _ceiling(panel)]
+    if (labels != NO_LABELS and without) or (not panels and any(map(is_too_low, fits))):
+        lines.append(NO_CEILING)
     if sink := sink_sentence(fits):
         lines.append(sink)
     if others := best_of(fits)[1]:
@@ -137,7 +149,7 @@ def _ceiling(panel: Panel) -> str:
     """Return the ceiling of a panel in three digits; nothing if it is known to be too low."""
     for fit in panel.fits[:1]:
         reached = max(of_curve.r2 if of_curve.r2_cv is None else of_curve.r2_cv for of_curve in panel.fits)
-        if fit.r2_ceiling is not None and not fit.x_repeats and fit.r2_ceiling > reached - 5e-4:
+        if fit.r2_ceiling is not None and not is_too_low(fit) and fit.r2_ceiling > reached - 5e-4:
             return f"ceiling {fit.r2_ceiling:.3f}"
     return ""
 
@@ -198,23 +210,12 @@ def _numbers(
             lines.append([(lead, ink), *numbers, *((text, ink) for text in words if text)] if fits else nothing)
         if all(words_inches(line) <= panel.room for panel, line in zip(panels, lines, strict=True)):
             break
-    return [_broken_line(line, panel.room) for panel, line in zip(panels, lines, strict=True)]
-
-
-def _broken_line(words: Words, room: float) -> list[Words]:
-    lines: list[list[tuple[str, str]]] = []
-    for text, colour in words:
-        for word in [text] if words_inches([(text, colour)]) <= room else text.split():
-            if lines and words_inches([*lines[-1], (word, colour)]) <= room:
-                lines[-1].append((word, colour))
-            else:
-                lines.append([(word, colour)])
-    return list(lines)
+    return [lines_of_words(line, panel.room) for panel, line in zip(panels, lines, strict=True)]
 
 
 def write_heading(ax: Axes, panel: Panel, labels: str, lines: Sequence[Words]) -> None:
     """Write a site's short name above a panel, and lines below it."""
     pad = write_above(ax, lines)
     if labels != NO_LABELS:
-        name = tail(panel.name, panel.room, _HEAD)
-        ax.set_title(name, parse_math=False, loc="left", y=1, pad=pad, fontproperties=_HEAD)
+        name = tail(panel.name, panel.room, TITLE)
+        ax.set_title(name, parse_math=False, loc="left", y=1, pad=pad, fontproperties=TITLE)

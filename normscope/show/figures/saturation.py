@@ -61,7 +61,7 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
         looks = [{"color": theme.ink, "marker": markers[kind]} for kind in kinds]
         points = [(f.inverse_std, abs(f.alpha.p50), look) for f, look in zip(functions, looks, strict=True)]
         draw_against_std(against, [point for point in points if math.isfinite(point[0]) and point[1]], theme, 1.0)
-        against.set(xlabel="1 / std of x", ylabel="α")
+        against.set(xlabel="1 / std of x, log", ylabel="α, log")
         for kind, marker in markers.items():
             _draw_shares(shares, {n: f for n, f in enumerate(functions) if kinds[n] == kind}, marker, colours)
         draw_guides(shares, theme)

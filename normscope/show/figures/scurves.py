@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 
 from normscope.errors import UsageError, count, unknown
 from normscope.fits.curve_fit import CurveFit
@@ -41,31 +40,29 @@ from normscope.show.figures.panels import (
     with_shared_scales,
 )
 from normscope.show.figures.sheet import (
-    MOST_BELOW,
-    PAGE_INCHES,
     Sheet,
     columns_of,
     heading,
     inches_of,
     origin_of,
+    row_inches,
     sheet_of,
     title_and_foot,
     untrained,
 )
 from normscope.show.figures.style import NO_LABELS, SHORT, FigureOptions, readable, shades, theme_of
-from normscope.show.figures.text import LINE_POINTS, NOTE, tail, words_inches, wrapped, write_at
+from normscope.show.figures.text import LINE_POINTS, NOTE, TITLE, tail, words_inches, wrapped, write_at
 
 ROWS = tuple(row for row in DRAW if row != RESIDUAL)
 _OUTPUT, _Y_LABELS = "output y", {RESIDUAL: "E[y|x] − fit"}
 _LEAD = "Input x of norms, and their output y before the affine step"
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 _MOST_COLUMNS, _PANEL_INCHES, _LEAST_PANEL = 6, (2.35, 2.05), (1.3, 1.2)  # widths and heights, ticks included
-_LOWEST_PANEL, _TITLE_INCHES = 0.9, 0.2  # where a page would not contain higher ones
+_LOWEST_PANEL = 0.9  # where a page would not contain higher ones
 _ACROSS = 4
 _COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # of an overview; four of them are a page's text width
 _ROW_INCHES, _AXIS_INCHES = 1.15, 0.3  # of an overview's panel, and of its ticks
 _LABEL_INCHES = 0.3  # left of all panels
-_LABEL = FontProperties(size=7)
 
 
 def plot(
@@ -113,8 +110,8 @@ def plot(
         UsageError: if there is no such site, row, scale, style, font, or kind of labels or caption, if ``ax`` is given
             for several panels, if the width is under 2 inches, or if the first argument is no capture.
     """
-    capture = as_capture(capture, "plot")
-    shown, theme, labels = rows_named(color), theme_of(options), options.get("labels", SHORT)
+    capture, theme = as_capture(capture, "plot"), theme_of(options, plot.__kwdefaults__ or ())
+    shown, labels = rows_named(color), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
     if ax is not None:
         return _plot_on(ax, capture, fits, [*shown, *["density"] * compact], xscale, options)
@@ -175,7 +172,10 @@ def overview(
         raise UsageError("There is no capture to draw; an overview takes one or more.")
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme, chosen = theme_of(options), [select(capture.sites, layers) for capture in captures]
+    theme, chosen = (
+        theme_of(options, overview.__kwdefaults__ or ()),
+        [select(capture.sites, layers) for capture in captures],
+    )
     columns = max(min(_ACROSS, len(sites)) for sites in chosen)
     width = inches_of(options.get("width"), _COLUMN_INCHES * max(2, columns))
     columns = columns if width / columns >= _LEAST_COLUMN else 2
@@ -202,8 +202,8 @@ def _name_of_row(capture: Capture, captures: Sequence[Capture], inches: float) -
     name, data, skip = heading(capture.about), capture.about.get("data", ""), capture.skip
     data = data.replace(without_first(skip), f"without {f'{skip} first tokens' if skip > 1 else 'token 0'}")
     others = {also.about.get("data", "") for also in captures if heading(also.about) == name}
-    end = wrapped(data.rpartition(" · ")[2], inches + 0.3, _LABEL) if len(others) > 1 and " · " in data else []
-    return "\n".join(filter(None, (tail(name, inches + 0.3, _LABEL), untrained(capture.about), *end)))
+    end = wrapped(data.rpartition(" · ")[2], inches + 0.3, TITLE) if len(others) > 1 and " · " in data else []
+    return "\n".join(filter(None, (tail(name, inches + 0.3, TITLE), untrained(capture.about), *end)))
 
 
 def _words_of_networks(
@@ -257,11 +257,11 @@ def _draw_rows(
 
 
 def _height(notes: Sequence[Sequence[Sequence[Any]]], panel_inches: float, labels: str) -> float:
-    """Return the height of all panels: lower ones, as far as they can be, where a page would not contain them."""
+    """Return the height of all panels and of the lines above them."""
     lines = sum(max(map(len, of_panels)) for of_rows in notes for of_panels in of_rows)
     heads = len(notes) * (HEAD_INCHES * (labels != NO_LABELS) + 0.1) + lines * LINE_POINTS / 72
-    rows, room = sum(map(len, notes)), (1 - MOST_BELOW) * PAGE_INCHES - _TITLE_INCHES - heads
-    return heads + rows * (room / rows if _LOWEST_PANEL <= room / rows < panel_inches else panel_inches)
+    rows = sum(map(len, notes))
+    return heads + rows * row_inches(panel_inches, rows, heads, _LOWEST_PANEL)
 
 
 def _draw_row(axes: Any, panels: Sequence[Panel], row: str, notes: Sequence[Any], labels: str) -> None:

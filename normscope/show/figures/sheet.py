@@ -32,7 +32,6 @@ from normscope.show.figures.text import NOTE, literal, width_of, wrapped
 from normscope.show.tables.markup import latex
 
 NONE = "none"
-PANELS_INCHES = 7.8  # height of all panels at most, so that with title, legend and foot a page of 9 contains them
 FORMATS = ("png", "svg", "pdf")
 DPI = 200
 _LEAST_DPI = 300  # of the points within a vector graphic
@@ -40,7 +39,8 @@ MANY_TIMES, _DECADES = 4, 200  # between the values of a logarithmic axis: at le
 _LEGEND, _TITLE = FontProperties(size=6.5), FontProperties(size=7.5)
 _DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
 PAGE_INCHES = 9.0  # height of a paper's text
-MOST_BELOW = 0.15  # of a figure's height, that legend and lines below take; the rest is in its metadata and caption
+_MOST_BELOW = 0.15  # of a figure's height, that legend and lines below take; the rest is in its metadata and caption
+PANELS_INCHES = (1 - _MOST_BELOW) * PAGE_INCHES - 0.2  # of all panels at most, so that a page contains title and legend
 _LINE_INCHES = 0.12
 
 
@@ -110,7 +110,7 @@ def sheet_of(
         legend = _legend(figure, handles)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
         height += 0.06 + 0.13 * len(head) if head else 0.0
-        room = height * MOST_BELOW / (1 - MOST_BELOW) - legend_inches
+        room = height * _MOST_BELOW / (1 - _MOST_BELOW) - legend_inches
         lines = [] if caption else _lines_within([*foot, origin], width - 0.2, room)
         lines += wrapped(origin, width - 0.2) if title == NONE and not caption and not lines else []
         below = 0.04 + _LINE_INCHES * len(lines) if lines else 0.0
@@ -216,6 +216,22 @@ def inches_of(width: float | None, usual: float) -> float:
     if width is not None and not 2 <= width <= 100:
         raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
     return width or usual
+
+
+def row_inches(usual: float, rows: float, beside: float, least: float) -> float:
+    """Return the height of each row of panels: less than usual, but not under the least, if a page requires it.
+
+    >>> [row_inches(2.0, rows, 0.8, 0.9) for rows in (3, 5, 9)]
+    [2.0, 1.4, 2.0]
+
+    Args:
+        usual: height of a row, in inches.
+        rows: their number.
+        beside: height of all that is between the rows.
+        least: height of a row that can be read.
+    """
+    room = (PANELS_INCHES - beside) / rows
+    return room if least <= room < usual else usual
 
 
 def columns_of(options: FigureOptions, panels: int, least_inches: float, most: int) -> int:

@@ -175,10 +175,10 @@ class FigureOptions(TypedDict, total=False):
     caption: str | None
 
 
-def theme_of(options: Mapping[str, Any]) -> Style:
-    """Return the theme; UsageError for an unknown option, style, kind of labels, font or kind of caption."""
+def theme_of(options: Mapping[str, Any], also: Iterable[str] = ()) -> Style:
+    """Return the theme; UsageError for an option that is not ``also`` one, style, labels, font or caption."""
     for name in options.keys() - FigureOptions.__annotations__.keys():
-        raise UsageError(unknown("option of a figure", name, FigureOptions.__annotations__))
+        raise UsageError(unknown("option of a figure", name, [*also, *FigureOptions.__annotations__]))
     for kind, value, choices in (
         ("labels", options.get("labels", SHORT), LABELS),
         ("caption", options.get("caption"), (None, *CAPTIONS)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -19,12 +20,13 @@ from normscope.show.figures.style import LEAST_POINTS, readable
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
 
 LINE_POINTS = 7.6
-NOTE = FontProperties(size=LEAST_POINTS)
+NOTE, TITLE = FontProperties(size=LEAST_POINTS), FontProperties(size=7)
 _MOST_LINES, _MOST_LETTERS = 3, 1000
 _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # length and height of a site's name, which stands upright
 _HINTING = 1.12  # letters are wider where they are fitted to few pixels
 _LETTERS = TextToPath()
 _ABOVE_POINTS, _BELOW_TITLE, _SPACE_POINTS = 2.5, 3.0, 3.6
+_SIGNS = re.compile(r"[-+*/,(_]+|\.(?!\d)")  # after which a formula or a path may be broken
 
 
 def width_of(text: str, font: FontProperties = NOTE) -> float:
@@ -53,6 +55,18 @@ def words_inches(words: Words) -> float:
     return sum(width_of(text) + _SPACE_POINTS / 72 for text, _ in words) - _SPACE_POINTS / 72
 
 
+def lines_of_words(words: Words, room: float) -> list[Words]:
+    """Put words into as few lines of a width as possible; a text that is wider than a line is divided at spaces."""
+    lines: list[list[tuple[str, str]]] = []
+    for text, colour in words:
+        for word in [text] if words_inches([(text, colour)]) <= room else text.split():
+            if lines and words_inches([*lines[-1], (word, colour)]) <= room:
+                lines[-1].append((word, colour))
+            else:
+                lines.append([(word, colour)])
+    return list(lines)
+
+
 def that_fits(texts: Sequence[str], inches: float, points: float = 7) -> str:
     """Return the first of several texts that fits into a width, or the last."""
     font = FontProperties(size=points)
@@ -69,11 +83,18 @@ def tail(text: str, inches: float, font: FontProperties = NOTE) -> str:
 
 
 def wrapped(text: str, inches: float, font: FontProperties = NOTE) -> list[str]:
-    """Break a text into at most three lines of a width, at spaces where possible; an ellipsis replaces the rest."""
+    """Break a text into at most three lines of a width, at spaces or after signs; an ellipsis replaces the rest.
+
+    >>> wrapped("f(u) = u/(1+abs(u)**3)**(1/3)", 0.75)
+    ['f(u) =', 'u/(1+abs(u)**', '3)**(1/3)']
+    """
     text, lines = visible(text)[:_MOST_LETTERS], list[str]()
     while text:
         letters = bisect_left(range(len(text)), True, key=lambda n: width_of(text[: n + 1], font) > inches)
-        cut = letters if letters == len(text) else max(text.rfind(" ", 0, letters + 1), 0) or max(letters, 1)
+        cut = letters
+        if letters < len(text):
+            signs = [match.end() for match in _SIGNS.finditer(text, 0, letters)]
+            cut = max(text.rfind(" ", 0, letters + 1), 0) or max([1, *(signs[-1:] or [letters])])
         if len(lines) == _MOST_LINES - 1 and cut < len(text):
             return [*lines, f"{text[: letters - 1]}…"]
         lines.append(text[:cut])

@@ -23,9 +23,15 @@ def models_table(entries: Sequence[Any]) -> TextTable:
 
 
 def curves_table(curves: Sequence[Curve]) -> TextTable:
-    """Make a table with one line per curve."""
+    """Make a table with one line per curve: its name, its other names, and that of its layer with a shift."""
+    from normscope.curves.known import CURVES  # imports torch
+
+    shifted = {
+        curve.name: [f"{other.name} (with s)" for other in CURVES.values() if other.shift_of == curve.name]
+        for curve in curves
+    }
     columns: list[Column[Curve]] = [
-        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
+        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases, *shifted[curve.name]))),
         names("f(u), u = αx + s", lambda curve: curve.formula),
         names("from", lambda curve: curve.source),
     ]

@@ -213,12 +213,13 @@ def comparison_table(rows: Sequence[Compared]) -> TextTable:
     places = [(row.counterpart, row.fit.curve) for row in rows]
     begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
     differ, functions = len({row.d for row in rows}) > 1, any(row.curve == MODULE for row in rows)
+    r2 = "held-out R²" if any(row.fit.r2_cv is not None for row in rows) else "R²"  # as the ceiling is
     columns: list[Column[tuple[Compared, bool]]] = [
         names("site", lambda line: line[0].fit.site if line[1] or line[0].fit.site != line[0].counterpart else ""),
         words("curve", lambda line: line[0].fit.curve if line[1] else ""),
         Column("", lambda line: str(line[0].number)),
         Column("d", lambda line: str(line[0].d), differ, drop=7),
-        *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit), (3, 0, 5, 0, 6)),
+        *several(("A", "α", "slope", r2, "ceiling"), lambda line: _numbers(line[0].fit, r2), (3, 0, 5, 0, 6)),
         Column("saturated", lambda line: number(line[0].fit.saturated, ".1%"), functions, drop=1),
         *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0]), (1, 4, 2)),
     ]
@@ -252,8 +253,9 @@ def matching_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _numbers(fit: CurveFit) -> list[str]:
-    r2 = [measured(fit.r2, fit.intervals.get("r2"), ".4f", half=False), _ceiling(fit)]
+def _numbers(fit: CurveFit, heading: str) -> list[str]:
+    value = fit.r2 if heading == "R²" else fit.r2_cv
+    r2 = [measured(value, fit.intervals.get("r2"), ".4f", half=False), _ceiling(fit)]
     if fit.curve == FREE:
         return [NONE, NONE, NONE, *r2]
     amplitude = measured(fit.amplitude, fit.intervals.get("amplitude"), half=False)

@@ -43,6 +43,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "s": "shift inside f; not the bias of the swapped layer",
         "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
         "R²": "1 minus the mean squared error over the variance of y",
+        "held-out R²": "R² on folds that the curve was not fitted to",
         "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
         "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "|μ|/σ": "distance of a token's mean from zero, in units of its σ: median over tokens",
@@ -66,7 +67,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "inputs": "number of inputs that were measured on",
     },
     "fit": {
-        "held-out R²": "R² on folds that the curve was not fitted to",
         "params": "number of free parameters",
         "RMSE": "root of the mean squared error, in units of y",
         "tail": "RMSE beyond the 99th percentile of |x|",

@@ -28,7 +28,7 @@ def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
 
     site = max(sinks, key=gain)
     sink, more = sinks[site], len(sinks) - 1
-    share = f"{sink.share:.0%}" if sink.share < 0.995 else "over 99%"
+    share = f"{100 * sink.share:.0f} %" if sink.share < 0.995 else "over 99 %"
     text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"
     if sink.r2_without is not None:
         with_it = f"({sink.r2:.3f} with it): --skip {sink.position + 1}"

@@ -23,6 +23,7 @@ NONE = "–"
 _LEAST_FOLDED, _MOST_FOLDED = 16, 32  # least width of a column that folds, by its texts' longest part
 _LEAST_CAPTION = 80
 _MOST_DECIMALS = 8
+_ROUNDING = 1e-9  # of a number: a narrower interval is of rounding errors, as where A·α is fixed
 # A long name may continue on a new line after a dot, slash, colon or hyphen, but not within 0.8910 or 1/8.
 _BREAKS = re.compile(r"(\s+)|(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)")
 
@@ -226,15 +227,17 @@ def measured(value: float | None, interval: tuple[float, float] | None, form: st
 
     Args:
         value: None, infinity and NaN become a dash.
-        interval: lower and upper bound; without one, or with one of no width, ``form`` decides on the digits.
+        interval: lower and upper bound; without one, or with one of rounding errors, ``form`` decides on the digits.
         form: as of :func:`format`.
         half: append half of the interval's width.
 
     >>> measured(12.3963, (11.42, 13.38)), measured(1234.5, (1100, 1400)), measured(0.91234, None, ".3f")
     ('12.40 ± 0.98', '1230 ± 150', '0.912')
+    >>> measured(1.0, (1 - 2e-16, 1 + 2e-16))
+    '1'
     """
     width = (interval[1] - interval[0]) / 2 if interval else 0.0
-    if value is None or not math.isfinite(value) or not 0 < width < math.inf:
+    if value is None or not math.isfinite(value) or not _ROUNDING * abs(value) < width < math.inf:
         return number(value, form)
     decimals = min(_MOST_DECIMALS, 1 - math.floor(math.log10(float(f"{width:.1e}"))))
     shown = [f"{round(part, decimals):.{max(decimals, 0)}f}" for part in (value, width)]

@@ -13,18 +13,21 @@ from matplotlib.ticker import MaxNLocator
 from normscope.errors import UsageError
 from normscope.show.figures.drift import colours_of
 from normscope.show.figures.panels import outline
-from normscope.show.figures.sheet import columns_of, inches_of, sheet_of
+from normscope.show.figures.sheet import columns_of, inches_of, row_inches, sheet_of
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
-from normscope.show.figures.text import write_at
+from normscope.show.figures.text import TITLE, tail, wrapped, write_at
 from normscope.swaps.inits import published_name
 from normscope.tools.bench.reports import FASTER, INCONCLUSIVE, NATIVE, SLOWER, BenchReport, Timing
 from normscope.tools.bench.table import SCOPES, duration
 
-_PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 1.7, 0.155, 0.9
+_PANEL_INCHES, _LEAST_PANEL_INCHES, _GAP = 2.6, 1.4, 0.9
+_BAR_INCHES, _LEAST_BAR_INCHES = 0.155, 0.1
+_NAME_INCHES = 0.6  # of a variant, beside its bar
+_ABOVE_INCHES, _LINE_INCHES = 0.3, 0.11  # of axis and label, and of each line above a panel
 _MOST_ACROSS = 4
 _MOST_MEDIANS = 1.15  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-_TITLE, _SMALL = FontProperties(size=7), FontProperties(size=LEAST_POINTS)
+_SMALL = FontProperties(size=LEAST_POINTS)
 
 
 def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
@@ -51,16 +54,27 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     # In bars, with a heading and a gap for each group.
     heights = [max(len(r) + (_GAP + 1) * len(_by_way(r)) - _GAP for r in beside) for beside in rows_of_panels]
     inches = inches_of(options.get("width"), max(4.6, 0.3 + _PANEL_INCHES * across))
-    height = sum(0.5 + _BAR_INCHES * height for height in heights)
+    heads = [_head(rows[0], (inches - 0.3) / across) for rows in panels]
+    texts = _ABOVE_INCHES + _LINE_INCHES * max(head.count("\n") + 1 for head in heads)
+    bar = row_inches(_BAR_INCHES, sum(heights), texts * len(heights), _LEAST_BAR_INCHES)
+    height = texts * len(heights) + bar * sum(heights)
     with sheet_of(options, theme, inches, height, report.about, detail=report.device, foot=[_signs(report)]) as figure:
-        axes = figure.subplots(
-            len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
-        )
+        axes = figure.subplots(len(heights), across, squeeze=False, height_ratios=[texts / bar + h for h in heights])
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
         for number, (ax, rows) in enumerate(zip(axes.flat, panels, strict=False)):
             _draw(ax, rows, heights[number // across], theme)
+            ax.set_title(heads[number], fontproperties=TITLE)
     return figure
+
+
+def _head(row: Timing, inches: float) -> str:
+    """Return what a panel times, and of which input, in lines of a width."""
+    texts = (
+        f"{SCOPES[row.scope].removeprefix('the ')}, {row.passes}",
+        f"input {'×'.join(map(str, row.shape))}, {row.dtype}",
+    )
+    return "\n".join(line for text in texts for line in wrapped(text, inches, TITLE))
 
 
 def _by_way(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
@@ -75,7 +89,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     labels: list[tuple[float, str]] = []
     y = 0.0
     for way, group in _by_way(rows):
-        ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
+        ax.text(0, y, way, ha="left", va="center", fontproperties=TITLE, color=style.ink)
         beside = "eager" if way == "fused" else way
         native = next((row.median for row in rows if (row.way, row.variant) == (beside, NATIVE)), None)
         if native is not None:
@@ -83,7 +97,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
             ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)
         for row in group:
             y += 1
-            labels.append((y, published_name(row.variant)))
+            labels.append((y, tail(published_name(row.variant), _NAME_INCHES)))
             _bar(ax, row, y, scale, right, style)
         y += _GAP + 1
     ax.set_xlim(0, right)
@@ -92,10 +106,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(4))
-    first = rows[0]
     ax.set_xlabel(f"time [{unit}]", labelpad=1)
-    detail = f"input {'×'.join(map(str, first.shape))}, {first.dtype}"
-    ax.set_title(f"{SCOPES[first.scope].removeprefix('the ')}, {first.passes}\n{detail}", fontproperties=_TITLE)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:

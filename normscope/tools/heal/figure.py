@@ -92,7 +92,7 @@ def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict
         ax.plot([place], [quantiles["median"]], mfc=face, zorder=3, **look)
         at, beside = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS}
         write_at(ax, plain(quantiles["median"], 3), at, (5, 0), "data", **beside)
-    ax.set_ylabel(f"{with_unit(report.measure)}, {report.n_held_out} held-out inputs")
+    ax.set_ylabel(f"{with_unit(report.measure)},\n{report.n_held_out} held-out inputs")
     if not scale_where_wide(ax):
         ax.set_ylim(bottom=0)
     ax.set_xlim(-0.5, len(stages) - 0.3)

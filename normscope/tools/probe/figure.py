@@ -188,7 +188,7 @@ def _draw_map(ax: Axes, steps: NDArray[np.int64], values: Array, alike: Array, n
     extent = (first, last, len(names) - 0.5, -0.5)
     drawn = ax.imshow(np.ma.masked_invalid(values[nearest].T), extent=extent, norm=norm, **look)
     ticks = LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(4)
-    bar = ax.figure.colorbar(drawn, ax=ax, pad=0.02, aspect=16, fraction=0.06, ticks=ticks, format="{x:g}")
+    bar = ax.figure.colorbar(drawn, ax=ax, pad=0.02, aspect=30, fraction=0.06, ticks=ticks, format="{x:g}")
     bar.minorticks_off()
     every = max(1, math.ceil(len(names) * _LINE_INCHES / _HEIGHT))
     ax.set_yticks(range(0, len(names), every), [literal(tail(name, _NAME_INCHES, NOTE)) for name in names[::every]])

@@ -225,7 +225,7 @@ def test_every_letter_can_be_read_in_one_column(drawn, name):
         drawn[name](style="drak")
     figure = drawn[name](width=ONE_COLUMN, title="Figure $1_{", style="dark")
     assert figure.get_figwidth() == ONE_COLUMN
-    assert figure.get_figheight() <= A_PAGE or name in ("plot", "plot, functions", "gradient", "speed")
+    assert figure.get_figheight() <= A_PAGE or name in ("plot", "plot, functions")
     assert to_hex(figure.get_facecolor()) == STYLES["dark"].background.lower()
     check_letters(figure)
     assert figure.get_suptitle() == "Figure $1_{"
