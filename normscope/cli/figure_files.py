@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,10 @@ class Look:
     font: options.Font = None
     caption: options.Caption = None
     title: options.Title = None
+
+    def titled(self, title: str) -> Look:
+        """Return the same look with a title, unless it has one."""
+        return self if self.title is not None else replace(self, title=title)
 
     @property
     def figure_options(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from normscope.swaps.inits import CALIBRATED, INITS
 if TYPE_CHECKING:
     from torch import nn
 
+    from normscope.cli.figure_files import Look
     from normscope.cli.output import Output
     from normscope.cli.running import RunOptions
     from normscope.curves.known import Curve
@@ -260,14 +261,14 @@ def kept_norms_figure(folder: Path) -> Path:
     return folder.parent / f"{folder.name}-keep.png"
 
 
-def print_kept_norms(choice: KeepReport, title: str, file: Path, out: Output) -> None:
+def print_kept_norms(choice: KeepReport, look: Look, file: Path, out: Output) -> None:
     """Print the table of the norms kept, and draw it."""
     from normscope.show.tables.drift import keep_table
 
     out.table(keep_table(choice))
     if not choice.kept:
         out.remark("all norms could be swapped: none had to be kept")
-    figure = normscope.figures.plot_keep(choice, title=title)
+    figure = normscope.figures.plot_keep(choice, **look.figure_options)
     normscope.figures.save_figure(figure, file, {**choice.about, "func": choice.func})
 
 

@@ -37,8 +37,6 @@ MISTAKES = [
     ("plot demo_vit --weights ''", 2, "weights is an empty path. Name a file or a folder, or leave it out."),
     ("plot demo_vit --weights notes.txt", 3, "is damaged, no file of weights, or contains Python objects besides"),
     ("plot demo_vit --dtype ''", 2, "There is no dtype ''."),
-    ("heal demo_vit -o new --columns kurtosis", 2, "There is no column 'kurtosis'."),
-    ("swap demo_vit -o new --columns kurtosis", 2, "There is no column 'kurtosis'."),
     ("capture demo_vit -o new --checkpoint-every nan", 2, "nan is not at least 0 seconds."),
     *((f"{command} --width 1", 2, "1.0 is not from 2 to 100 inches") for command in DRAWING),
     # models, data and devices

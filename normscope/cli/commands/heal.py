@@ -26,7 +26,7 @@ _MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", 
 @options.with_groups(
     "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
     "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
-    without=(*PLOT_ONLY, "figure_format", "sample", "device_map", "dtype", "workers", "verify"),
+    without=(*PLOT_ONLY, "figure_format", "sample", "device_map", "dtype", "workers", "verify", "columns"),
 )
 def heal(
     model: options.Model,
@@ -116,14 +116,13 @@ def heal(
     )
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func}
     whole |= {"init": replacement.start, "per": per, "sites": len(source.norms)}
-    title = f"{network.name} · {published_name(func)}"
-    titled = replace(look, title=title if look.title is None else look.title)
-    figure = normscope.figures.plot_healing(report, **titled.figure_options)
+    look = look.titled(f"{network.name} · {published_name(func)}")
+    figure = normscope.figures.plot_healing(report, **look.figure_options)
     normscope.figures.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
     if choice is not None:
-        swapping.print_kept_norms(choice, title, drawn_choice, out)
+        swapping.print_kept_norms(choice, look, drawn_choice, out)
         whole["keep"] = choice.as_dict()
         written.append(drawn_choice)
     _print(report, out)

@@ -13,6 +13,7 @@ import typer
 
 import normscope
 from normscope.cli import options, swapping
+from normscope.cli.figure_files import PLOT_ONLY, Look
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.errors import count
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @options.with_groups(
     "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
     "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
-    without=("sample", "workers", "verify"),
+    without=(*PLOT_ONLY, "figure_format", "sample", "workers", "verify", "columns"),
 )
 def swap(
     model: options.Model,
@@ -48,6 +49,7 @@ def swap(
     per: options.SwapPer = "site",
     shift: options.SwapShift = None,
     run: RunOptions,
+    look: Look,
     out: Output,
 ) -> None:
     """Replace a model's norms by point-wise functions, and write the model into a folder."""
@@ -109,7 +111,7 @@ def swap(
         whole |= {"refit": refit, "held_out": asdict(held_out_errors), "calibration": report.as_dict()}
         choice = choice and replace(choice, calibrated=held_out_errors)
     if choice is not None:
-        swapping.print_kept_norms(choice, f"{network.name} · {published_name(func)}", figure, out)
+        swapping.print_kept_norms(choice, look.titled(f"{network.name} · {published_name(func)}"), figure, out)
         whole |= {"keep": choice.as_dict(), "figure": str(figure)}
     swapping.print_quality(meter.quality, meter.no_quality, func, replacement.start, out)
     whole["quality"] = meter.quality and meter.quality.as_dict()

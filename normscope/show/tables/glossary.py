@@ -235,7 +235,7 @@ def definitions(table: str) -> dict[str, str]:
 
 
 # Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
-_ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
+_ALSO = {"swap-bench": ("swap",)}
 _NAMES = {
     "CURVE": ".+",
     "QUALITY": ".*(accuracy|perplexity|correlation|error)",
