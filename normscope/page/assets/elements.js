@@ -71,13 +71,17 @@ function asCell(content) {
   return { text: text ?? "–", node, value: value ?? "" };
 }
 
-// A table that its headings sort, and below it a button that saves it as CSV. `terms` defines the headings.
-function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.terms.sites } = {}) {
-  const shape = (text, column) => (column && NUMBER.test(text) ? "number" : String(text).length > WIDE ? "wide" : null);
+// A table that its headings sort, and below it a button that saves it as CSV. `terms` defines the headings; those in
+// `unprinted` have no room on paper.
+function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.terms.sites, unprinted = [] } = {}) {
+  const shape = (text, column) => [
+    column && NUMBER.test(text) ? "number" : String(text).length > WIDE ? "wide" : "",
+    unprinted.includes(heads[column]) ? "unprinted" : "",
+  ].filter(Boolean).join(" ") || null;
   const cells = rows.map((row) => row.map(asCell));
   const lines = cells.map((row, place) => element("tr", { "aria-current": place === chosen ? "true" : null }, row.map(({ text, node }, column) => (
     element("td", { class: shape(text, column) }, [node || visible(text)])))));
-  const head = heads.map((text, column) => element("th", { scope: "col", class: cells.length ? shape(cells[0][column].text, column) : null }, [
+  const head = heads.map((text, column) => element("th", { scope: "col", class: shape(cells.length ? cells[0][column].text : "", column) }, [
     button(visible(text), () => sort(column), { title: terms[text] || terms[text.slice(text.indexOf(" ") + 1)] || null }),
   ]));
   const body = element("tbody", {}, lines);

@@ -148,7 +148,10 @@ function overviewTable(capture) {
     cell(site.numbers.bent, percent), cell(site.numbers.channel_share, percent),
     cell(site.numbers.massive, grouped), cell(site.numbers.massive_channels),
   ]);
-  return table(`${captureName(capture)} sites`, heads, rows, { chosen: state.site });
+  const heldOut = capture.sites.some(({ folds }) => folds);
+  const printed = ["#", "site", "ceiling", "|μ|/σ", "σ 95:5", ...capture.curves.flatMap((curve) => (
+    [`${curve} A`, `${curve} α`, `${curve} ${heldOut ? "held-out R²" : "R²"}`]))];
+  return table(`${captureName(capture)} sites`, heads, rows, { chosen: state.site, unprinted: heads.filter((name) => !printed.includes(name)) });
 }
 
 // A cell of a table: a value, and how it is written.
