@@ -163,8 +163,8 @@ def main() -> None:
     try:
         try:
             app()
-        except SystemExit as done:
-            status = _CLOSED_PIPE if done.code == _TYPER_CLOSED_PIPE else done.code
+        except SystemExit as left:
+            status = _CLOSED_PIPE if left.code == _TYPER_CLOSED_PIPE else left.code
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError as error:

@@ -51,8 +51,8 @@ def _console(stderr: bool, shown: bool = True) -> Console:
 
 def print_error(sentence: str) -> None:
     """Print an error on stderr, after the number of the rank if it is not the first."""
-    place = Process.current()
-    rank = "" if place.is_first else f"rank {place.rank}: "
+    process = Process.current()
+    rank = "" if process.is_first else f"rank {process.rank}: "
     _console(stderr=True).print(f"{rank}[bold red]Error:[/] {_harmless(sentence)}", soft_wrap=True)
 
 
@@ -252,13 +252,13 @@ class Output:
         with Bars(*columns, console=self._remarks, disable=self.quiet or not self._is_first, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
-            def progress(stage: str, done: int, of: int | None) -> None:
+            def progress(stage: str, completed: int, of: int | None) -> None:
                 if is_one_step(stage):
-                    self._lines(stage, done, of)
+                    self._lines(stage, completed, of)
                     return
                 if stage not in tasks:
                     tasks[stage] = bars.add_task(_harmless(stage), total=of)
-                bars.update(tasks[stage], completed=done)
+                bars.update(tasks[stage], completed=completed)
 
             yield progress
 
@@ -270,8 +270,8 @@ class ProgressLines:
 
     >>> clock = iter([0.0, 2.0, 10.0, 40.0, 50.0])
     >>> progress = ProgressLines(print, clock.__next__)
-    >>> for done in (0, 2, 10, 40, 50):
-    ...     progress("samples", done, 100)
+    >>> for completed in (0, 2, 10, 40, 50):
+    ...     progress("samples", completed, 100)
     samples: 10 of 100, 0:01:30 left
     samples: 40 of 100, 0:01:00 left
     """
@@ -281,22 +281,22 @@ class ProgressLines:
         # Time and amount at the end of the first step, and the time of the next line.
         self._stages: dict[str, tuple[float | None, int, float]] = {}
 
-    def __call__(self, stage: str, done: int, of: int | None) -> None:
+    def __call__(self, stage: str, completed: int, of: int | None) -> None:
         now, is_new = self._now(), stage not in self._stages
         began, first, next_line = self._stages.get(stage, (None, 0, 0.0))
-        if is_new or done == 0:
+        if is_new or completed == 0:
             began, next_line = None, now + _SECONDS_TO_A_LINE
         elif began is None:  # the first step may have compiled loops, and predicts nothing
-            began, first = now, done
-        writes = now >= next_line and done != of
+            began, first = now, completed
+        writes = now >= next_line and completed != of
         self._stages[stage] = began, first, now + _SECONDS_BETWEEN_LINES if writes else next_line
         if is_new and is_one_step(stage):
             self._remark(stage)
         if not writes or is_one_step(stage):
             return
-        amount = f"{done:,}" if of is None else f"{done:,} of {of:,}"
-        if of is not None and began is not None and done > first:
-            amount += f", {timedelta(seconds=round((now - began) / (done - first) * (of - done)))} left"
+        amount = f"{completed:,}" if of is None else f"{completed:,} of {of:,}"
+        if of is not None and began is not None and completed > first:
+            amount += f", {timedelta(seconds=round((now - began) / (completed - first) * (of - completed)))} left"
         self._remark(f"{stage}: {amount}")
 
 

@@ -180,7 +180,7 @@ def captures(
             seen = normscope.load_capture(name).only(layers)
             output.account(seen, layers)
         if speaks:
-            parts = [part for title, part in seen.parts.items() if title.startswith(f"{by} ")]
+            parts = [capture for title, capture in seen.parts.items() if title.startswith(f"{by} ")]
             if by and not parts:
                 raise _without_parts(name, by)
             yield from parts if by else [seen]

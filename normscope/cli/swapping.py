@@ -67,12 +67,12 @@ class SwapChoice:
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
         if not isinstance(curve, Curve) or not INITS[start].fits:
-            what = f"--func {curve}" if INITS[start].fits else f"--init {start}"
+            option = f"--func {curve}" if INITS[start].fits else f"--init {start}"
             if per != "site":
-                raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
+                raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {option}.")
             if shift is not None:
                 raise UsageError(
-                    f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
+                    f"Nothing is fitted with an s of its own with {option}; leave --shift and --no-shift out."
                 )
         if curve == RMS_NORM:
             return cls(RMS_NORM, curve, "", per, shift)
@@ -103,19 +103,21 @@ def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[Swa
     from normscope.curves.known import BEST, FREE
     from normscope.swaps.start import RMS_NORM
 
-    inits = list(dict.fromkeys(part.strip() for part in init.split(",")))
+    inits = list(dict.fromkeys(text.strip() for text in init.split(",")))
     fitted = [start for start in inits if start in INITS and INITS[start].fits]
     choices = []
-    for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
+    for name in dict.fromkeys(text.lower() if "=" not in text else text for text in split_names(func)):
         starts = inits[:1] if name == RMS_NORM else fitted if name in (FREE, BEST) and fitted else inits
         choices += [SwapChoice.of(name, start, per, shift) for start in starts]
     return choices
 
 
-def check_alone(what: str, more: str = "") -> None:
+def check_alone(work: str, more: str = "") -> None:
     """Refuse work that several ranks cannot divide; UsageError."""
-    if not (place := Process.current()).alone:
-        raise UsageError(f"{what} in one process, and torchrun started {place.ranks}. Start it without torchrun{more}.")
+    if not (process := Process.current()).alone:
+        raise UsageError(
+            f"{work} in one process, and torchrun started {process.ranks}. Start it without torchrun{more}."
+        )
 
 
 def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
@@ -276,8 +278,8 @@ def print_left_out(left: Mapping[str, str], left_out: int, out: Output) -> None:
     """Report the layers and samples that a calibration left out."""
     if left:
         path, reason = next(iter(left.items()))
-        others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
-        out.remark(f"not refitted: {path} ({reason}){others}")
+        more = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
+        out.remark(f"not refitted: {path} ({reason}){more}")
     if left_out:
         out.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
 

@@ -87,8 +87,8 @@ def ceilings(
     predicted = problems if diagonal is None else diagonal
     held = predicted.nodes("folds")
     errors, unbounded = [], []
-    for curve, others in _without_folds(problems):
-        values = (others.predicted if diagonal is None else others.derivative)(curve, held.x)
+    for curve, without in _without_folds(problems):
+        values = (without.predicted if diagonal is None else without.derivative)(curve, held.x)
         errors.append(held.residual(values.where(held.weight > 0, 0.0)).view(len(problems), -1))
         unbounded.append(diagonal is None and not curve.bounded)
     return best_held_out(predicted, torch.stack(errors), unbounded, fitted)
@@ -145,14 +145,14 @@ def _selected(
     finite = np.isfinite(errors).all(1)  # a derivative may be infinite at x = 0
     errors, handicaps = errors[finite], handicaps[finite]
     folds = np.arange(errors.shape[1])
-    others = errors.sum(1, keepdims=True) - errors
-    best = _first_of_least(others * handicaps[:, None])
+    other_errors = errors.sum(1, keepdims=True) - errors
+    best = _first_of_least(other_errors * handicaps[:, None])
     unexplained = errors[best, folds].sum() / total
     # For the jackknife, select for each fold without it and one other; with two folds nothing would remain, so use the
     # common choice.
     ways = np.repeat(best[:, None], len(folds), 1)
     if len(folds) > 2:
-        ways = _first_of_least((others[:, :, None] - errors[:, None]) * handicaps[:, None, None])
+        ways = _first_of_least((other_errors[:, :, None] - errors[:, None]) * handicaps[:, None, None])
     fold_errors = np.where(np.eye(len(folds), dtype=bool), 0.0, errors[ways, folds[:, None]])
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = (np.array([unexplained]), (fold_errors.sum(0) / without)[None], pairs[None])
@@ -228,14 +228,14 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
     whole, number = sums.sum(0), counts.sum(0)
     errors = np.empty((len(_WAYS), len(sums)))
     for fold, (x, y, w) in enumerate(zip(held.x.numpy(), held.y.numpy(), held.weight.numpy(), strict=True)):
-        n, others = number - counts[fold], whole - sums[fold]
-        xx, xy = others[3:5].sum(1)
+        n, remaining = number - counts[fold], whole - sums[fold]
+        xx, xy = remaining[3:5].sum(1)
         slope = xy / xx if xx > 0 else 0.0
         # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
-        filled = (n > 0.5) & (others[0] > _ROUNDING * whole[0])
-        n, others = n[filled], others[:3, filled]
+        filled = (n > 0.5) & (remaining[0] > _ROUNDING * whole[0])
+        n, remaining = n[filled], remaining[:3, filled]
         for way, least_count in enumerate(_LEAST_COUNTS):
-            weight, sum_x, sum_y = np.add.reduceat(others, _groups(n, least_count), axis=1)
+            weight, sum_x, sum_y = np.add.reduceat(remaining, _groups(n, least_count), axis=1)
             at = sum_x / weight
             off = np.interp(x, at, sum_y / weight) - y
             errors[2 * way, fold] = w @ (off * off)

@@ -232,14 +232,14 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
-    base, *others = (
+    base, *later = (
         _observed(capture, with_modules(capture, capture_fits))
         for capture, capture_fits in zip(captures, fits, strict=True)
     )
     rows = []
     for (site, curve), here in base.items():
         compared_rows = []
-        for number, (observed, matching) in enumerate(zip(others, matches, strict=True), 2):
+        for number, (observed, matching) in enumerate(zip(later, matches, strict=True), 2):
             there = observed.get((matching.counterparts.get(site, ""), curve))
             compared_rows += [_against(here, there, number, matching.by)] if there else []
         rows += [Compared(1, site, here.d, None, here.fit), *compared_rows] if compared_rows else []

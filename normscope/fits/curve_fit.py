@@ -154,14 +154,14 @@ class CurveFit(SiteRecord):
         return self.nothing is not None
 
     def __repr__(self) -> str:
-        place = self.site if self.channel is None else f"{self.site}, channel {self.channel}"
+        label = self.site if self.channel is None else f"{self.site}, channel {self.channel}"
         if self.degenerate:
-            return f"CurveFit {self.curve} at {place}: {self.nothing}"
+            return f"CurveFit {self.curve} at {label}: {self.nothing}"
         shift = f", s {self.shift:.3g}" if self.shift else ""
         numbers = self.doubt or f"A {self.amplitude:.4g}, α {self.alpha:.4g}{shift}"
         r2 = {"R²": self.r2, "held out": self.r2_cv, "ceiling": self.r2_ceiling}
         parts = [f"{name} {value:.4f}" for name, value in r2.items() if value is not None]
-        return f"CurveFit {self.curve} at {place}: {', '.join(parts if self.curve == FREE else [numbers, *parts])}"
+        return f"CurveFit {self.curve} at {label}: {', '.join(parts if self.curve == FREE else [numbers, *parts])}"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Evaluate the fitted curve at x, of any shape, in float64."""

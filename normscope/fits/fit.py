@@ -93,8 +93,8 @@ def fit(
         first = [n for n, sink in enumerate(sinks) if sink and sink.position == capture.skip and not targets[n].nothing]
         first = first if weights_by == "pairs" and not theory else []
         functions = {fit.curve: fit.function for n in first for fit in fits[n] if fit.curve != FREE}
-        others = [without_first(targets[n], capture.stats[targets[n].site]) for n in first]
-        refits = _fit_targets(others, list(functions.values()), form, [abouts[n] for n in first])
+        without_sink = [without_first(targets[n], capture.stats[targets[n].site]) for n in first]
+        refits = _fit_targets(without_sink, list(functions.values()), form, [abouts[n] for n in first])
         r2 = {(fit.site, fit.curve): fit.r2 for fit in itertools.chain(*refits) if not fit.degenerate}
         for row, sink in zip(fits, sinks, strict=True):
             row[:] = [_with_sink(fit, sink, r2) for fit in row] if sink else row
@@ -135,11 +135,11 @@ def check_fit(
 
 def _requested(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
     """Curves in a form, then ``free`` and ``best``; UsageError if a curve that was named has no such form."""
-    parts = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
-    words = {part: part.strip().lower() if isinstance(part, str) else None for part in parts}
-    named = [part for part, word in words.items() if word not in (FREE, BEST)]
+    names = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
+    words = {name: name.strip().lower() if isinstance(name, str) else None for name in names}
+    named = [name for name, word in words.items() if word not in (FREE, BEST)]
     every = curves_named(named)
-    for curve in curves_named([part for part in named if words[part] != "all"]):
+    for curve in curves_named([name for name in named if words[name] != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
     return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words.values())]
@@ -240,8 +240,8 @@ def _free(target: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit
     """Record of E[y|x] itself, scored on the bins that it was estimated from."""
     moments = target.moments.sum(0)
     curve = free(moments, target.counts.sum(0), top)
-    one = torch.ones(1, dtype=torch.float64)
-    errors = goodness(nodes_of(moments[None]), curve, one, one, 0 * one)
+    ones = torch.ones(1, dtype=torch.float64)
+    errors = goodness(nodes_of(moments[None]), curve, ones, ones, 0 * ones)
     errors["saturated"] = torch.full((1,), torch.nan)  # where E[y|x] is flat is noise
     return CurveFit(
         **about | {name: float(values) for name, values in errors.items()},

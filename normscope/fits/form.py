@@ -122,4 +122,4 @@ class FitForm:
             *(["A, α from theory"] if self.theory else ["A from theory"] if self.needs_bound else []),
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
-        return "; ".join(part for part in (", ".join(self.parameters(curve)), *fixed) if part)
+        return "; ".join(text for text in (", ".join(self.parameters(curve)), *fixed) if text)

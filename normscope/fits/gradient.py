@@ -72,12 +72,12 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
     about = x - x.mean(1, keepdim=True) if form.about_mean else x
     share = about.square() * (d / (d - 1) if form.about_mean else 1)
-    rest = (about.square().sum(1, keepdim=True) - share).clamp_min(0)
+    remainder = (about.square().sum(1, keepdim=True) - share).clamp_min(0)
     return Jacobians(
         diagonal=form.diagonal(x, eps),
         rows=within.clamp_min(0) * rstd.square(),
         scale=1 / rstd[:, 0],
-        others=1 / form.slope(rest, d, eps),
+        others=1 / form.slope(remainder, d, eps),
     )
 
 
@@ -119,10 +119,10 @@ class Constants(Record):
     @property
     def steadier(self) -> Literal["scale", "others"] | None:
         """The one of ``scale`` and ``others`` of smaller ratio; None if they differ by less than 5 %."""
-        scale, others = self.scale.ratio, self.others.ratio
-        if not abs(math.log(scale / others)) > _ALIKE:
+        scale, root_c = self.scale.ratio, self.others.ratio
+        if not abs(math.log(scale / root_c)) > _ALIKE:
             return None
-        return "scale" if scale < others else "others"
+        return "scale" if scale < root_c else "others"
 
 
 def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -> dict[str, Constants]:
@@ -138,8 +138,8 @@ def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -
     values = (scale, jacobians.others, d * slope.square() - x.square())
     parts = dict(zip(PARTS, (torch.ones_like(beyond), ~beyond, beyond), strict=True))
     return {
-        part: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
-        for part, inside in parts.items()
+        region: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
+        for region, inside in parts.items()
     }
 
 

@@ -96,18 +96,18 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
     held_out, intervals, refits = torch.zeros_like(problems.n_pairs), {}, torch.zeros(len(problems), 0, 2)
     r2_cv = torch.full_like(solutions.alpha, torch.nan)
     if problems.occupied.any():
-        others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
+        without_fold = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
         without, held = problems.nodes("others", odd=odd), problems.nodes("folds", odd=odd)
         if not form.theory:
             objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
-            others = refined(objective.on(without), others, problems.nodes("rough others", odd=odd))
-        fold_errors = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
+            without_fold = refined(objective.on(without), without_fold, problems.nodes("rough others", odd=odd))
+        fold_errors = held.residual(without_fold.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, fold_errors, 0.0)
         r2_cv = (1 - held_out.sum(-1) / nodes.total).where(problems.occupied.any(-1), torch.nan)
-        r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
-        estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
+        r2_without = 1 - without.residual(without_fold.predicted(curve, without.x)) / without.total
+        estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, without_fold, r2_without)
         intervals = _intervals(problems, form, curve, solutions, *estimates)
-        refits = torch.stack([others.alpha, estimates[1]["slope"]], -1).view(len(problems), -1, 2)
+        refits = torch.stack([without_fold.alpha, estimates[1]["slope"]], -1).view(len(problems), -1, 2)
     numbers = {
         **{name: getattr(solutions, name) for name in ("amplitude", "alpha", "shift", "converged")},
         "straight": solutions.unbent & curve.linear_at_origin,

@@ -256,9 +256,9 @@ class FitBatch:
     def _others(self) -> Tensor:
         # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
         left = self._counts.sum(1, keepdim=True) - self._counts > 0.5
-        others = (self._whole[:, None] - self._moments).where(left[:, :, None], 0.0)
+        remaining = (self._whole[:, None] - self._moments).where(left[:, :, None], 0.0)
         # A target without folds may have all pairs in one. It stays whole: a search needs pairs.
-        return others.where(self.occupied[:, :, None, None], self._whole[:, None]).flatten(0, 1)
+        return remaining.where(self.occupied[:, :, None, None], self._whole[:, None]).flatten(0, 1)
 
 
 def batches(targets: Sequence[FitTarget]) -> Iterator[tuple[list[int], FitBatch]]:

@@ -220,7 +220,7 @@ def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
     """
     start = torch.stack([near.alpha.log(), near.shift], -1)
     ended, is_unbent = objective.at(start), near.unbent & (objective.alpha is None)
-    unbent, bends = (which.nonzero()[:, 0] for which in (is_unbent, ~is_unbent))
+    unbent, bends = (mask.nonzero()[:, 0] for mask in (is_unbent, ~is_unbent))
     if len(unbent):  # a line remains a line, of another slope and offset
         ended.put(unbent, _unbent(objective.of(unbent), ended.of(unbent), start[unbent, 0]))
     if len(bends):

@@ -94,20 +94,20 @@ def fit_targets(
 
 def check_targets(per: str, pool: str | None, weights_by: str) -> None:
     """Raise UsageError if there is no such level, pool or weighting, or if they exclude one another."""
-    for what, value, choices in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
+    for noun, value, choices in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
         if value is not None and value not in choices:
-            raise UsageError(unknown(what, value, choices))
+            raise UsageError(unknown(noun, value, choices))
     if per == "channel" and (pool or weights_by == "gamma"):
         raise UsageError(
             "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
         )
 
 
-def sums_of(sums: Tensor | None, what: str, site: NormSite, option: str) -> Tensor:
+def sums_of(sums: Tensor | None, noun: str, site: NormSite, option: str) -> Tensor:
     """Return optional sums of a capture; DataError with the option to set if they are missing."""
     if sums is None:
         raise DataError(
-            f"The capture holds no sums {what} {site.name}; capture again with {option}=True "
+            f"The capture holds no sums {noun} {site.name}; capture again with {option}=True "
             f"(normscope capture --{option.replace('_', '-')})."
         )
     return sums

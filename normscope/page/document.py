@@ -58,14 +58,14 @@ def document(
         raise UsageError(f"There are {len(seen)} captures and {len(fits)} lists of fits; give one for each.")
     elements = _ELEMENTS // max(sum(len(capture.sites) for capture in seen), 1)
     elements = min(max(elements, _LEAST_ELEMENTS), _MOST_ELEMENTS)
-    captures = [capture_data(capture, of_capture, elements) for capture, of_capture in zip(seen, fits, strict=True)]
+    captures = [capture_data(capture, capture_fits, elements) for capture, capture_fits in zip(seen, fits, strict=True)]
     sites = {
-        f"drawn-{number}-{place}": site
+        f"drawn-{number}-{site_number}": site
         for number, capture in enumerate(captures)
-        for place, site in enumerate(capture["sites"])
+        for site_number, site in enumerate(capture["sites"])
     }
-    names = list(dict.fromkeys(fit.curve for of_capture in fits for fit in of_capture))
-    own = {fit.curve: fit.function for of_capture in fits for fit in of_capture if fit.curve not in CURVES}
+    names = list(dict.fromkeys(fit.curve for capture_fits in fits for fit in capture_fits))
+    user_curves = {fit.curve: fit.function for capture_fits in fits for fit in capture_fits if fit.curve not in CURVES}
     return {
         "format": FORMAT,
         "title": " · ".join(dict.fromkeys(heading(capture.about) for capture in seen)),
@@ -79,7 +79,7 @@ def document(
             "training": definitions("timeline"),
         },
         "matches": [match(seen[0].sites, capture.sites).counterparts for capture in seen],
-        "curves": {curve.name: curve_data(curve) for curve in [*CURVES.values(), *own.values()]},
+        "curves": {curve.name: curve_data(curve) for curve in [*CURVES.values(), *user_curves.values()]},
         "swaps": dict(swaps),
         "training": training_data(timeline) if timeline else None,
         "styles": {name: style_data(style, names) for name, style in STYLES.items()},
@@ -89,14 +89,14 @@ def document(
 def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> dict[str, Any]:
     """Return the data of one capture, with its sites in the order of their calls."""
     names = {site.name for site in capture.sites}
-    of_sites = [fit for fit in fits if fit.channel is None and fit.site in names]
-    weights_by, *others = sorted({fit.weights_by for fit in of_sites}) or ["pairs"]
-    if others:
-        raise UsageError(f"The fits weight pairs by {' and by '.join([weights_by, *others])}; report on one of them.")
+    site_fits = [fit for fit in fits if fit.channel is None and fit.site in names]
+    weights_by, *more = sorted({fit.weights_by for fit in site_fits}) or ["pairs"]
+    if more:
+        raise UsageError(f"The fits weight pairs by {' and by '.join([weights_by, *more])}; report on one of them.")
     nodes = nodes_of_sites(capture, weights_by)
     short, sites = short_names(site.name for site in capture.sites), []
     for site, card in zip(capture.sites, norm_cards(capture), strict=True):
-        fits_here = [fit for fit in of_sites if fit.site == site.name]
+        fits_here = [fit for fit in site_fits if fit.site == site.name]
         data = site_data(site, capture.stats[site.name], fits_here, card, nodes.get(site.name), elements)
         if data["drawn"]:
             data["drawn"] |= site_inputs(capture.inputs, site, card)
@@ -108,7 +108,7 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
         "seed": capture.seed,
         "versions": dict(capture.versions),
         "weights_by": weights_by,
-        "curves": list(dict.fromkeys(fit.curve for fit in of_sites)),
+        "curves": list(dict.fromkeys(fit.curve for fit in site_fits)),
         "skipped": [norm.as_dict() for norm in capture.skipped],
         "inputs": inputs_data(capture.inputs),
         "sites": sites,
@@ -153,7 +153,7 @@ def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
 
 def curve_data(curve: Curve) -> dict[str, Any]:
     """Return the data of a curve; ``sampled`` are values of a user's f, which the page has no function for."""
-    own, end = curve.name not in (*CURVES, FREE), math.asinh(_SAMPLED_UP_TO)
+    is_sampled, end = curve.name not in (*CURVES, FREE), math.asinh(_SAMPLED_UP_TO)
     points = torch.linspace(-end, end, _SAMPLES, dtype=torch.float64).sinh()
     return {
         "formula": curve.formula,
@@ -161,7 +161,7 @@ def curve_data(curve: Curve) -> dict[str, Any]:
         "function": curve.function_name,
         "inverse": curve.amplitude_is_inverse_scale,
         "linear": curve.name == "linear",
-        "sampled": {"values": packed(curve.function(points), "f4"), "reach": _SAMPLED_UP_TO} if own else None,
+        "sampled": {"values": packed(curve.function(points), "f4"), "reach": _SAMPLED_UP_TO} if is_sampled else None,
     }
 
 

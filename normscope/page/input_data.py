@@ -32,16 +32,16 @@ class Places:
         kind: ``patches`` of the picture, ``frames`` along the time, ``words``; empty if tokens are no places.
         grid: number of rows and of columns of places; one row of frames and words.
         before: number of tokens of no place.
-        others: size of the axis that does not number places: heads, calls of the norm.
+        repeats: size of the axis that does not number places: heads, calls of the norm.
         named: name of that axis, ``head`` or ``call``; empty if there is none.
-        steps: from one of the others to the next, and from one place to the next, in tokens.
+        steps: from one of the repeats to the next, and from one place to the next, in tokens.
         said: description in words.
     """
 
     kind: str
     grid: tuple[int, int] = (0, 0)
     before: int = 0
-    others: int = 1
+    repeats: int = 1
     named: str = ""
     steps: tuple[int, int] = (0, 1)
     said: str = ""
@@ -120,10 +120,10 @@ def places_of(shape: tuple[int, ...], preview: Preview, site: NormSite) -> Place
         candidates = [(last, first, "head" if is_qk else "call", (last, 1))]
         candidates += [(first, last, "head", (1, last))] if is_qk else []
     layouts = []
-    for length, others, named, steps in candidates:
+    for length, repeats, named, steps in candidates:
         if (places := _along(length, preview)) is not None:
-            each = f", in each of {others} {named}s" if others > 1 else ""
-            layouts.append(replace(places, others=others, named=named, steps=steps, said=places.said + each))
+            suffix = f", in each of {repeats} {named}s" if repeats > 1 else ""
+            layouts.append(replace(places, repeats=repeats, named=named, steps=steps, said=places.said + suffix))
     if not layouts:
         return Places(NOWHERE, said=f"the tokens of this norm are no places of the input: they lie as {_by(shape)}")
     return max(layouts, key=lambda places: math.prod(places.grid))

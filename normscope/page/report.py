@@ -49,13 +49,13 @@ class Page:
         environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
         style, scripts = asset("page.css"), [asset(f"{name}.js") for name in SCRIPTS]
         self.title = visible(str(document["title"]))
-        data = {"data": {name: part for name, part in document.items() if name != "drawn"}, **document["drawn"]}
+        data = {"data": {name: entry for name, entry in document.items() if name != "drawn"}, **document["drawn"]}
         text = environment.from_string(asset("page.html")).render(
             title=self.title,
             policy=policy(style, scripts),
             style=Markup(style),  # noqa: S704 - our own files
             scripts=[Markup(script) for script in scripts],  # noqa: S704
-            data={name: Markup(as_data(part)) for name, part in data.items()},  # noqa: S704 - escaped there
+            data={name: Markup(as_data(entry)) for name, entry in data.items()},  # noqa: S704 - escaped there
         )
         self.html = text.encode("ascii", "xmlcharrefreplace").decode("ascii")
 

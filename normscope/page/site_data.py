@@ -94,7 +94,7 @@ def axis_data(stats: PairStats, axis: XAxis, y: Limits) -> dict[str, Any]:
 def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
     """Return the numbers of a site that the overview draws; None for missing ones."""
     centring, scale, tails = card.centring, card.scale, card.tails
-    of_site: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "offset": centring and centring.offset_p50,
         "offset_p95": centring and centring.offset_p95,
         "sigma": scale and scale.sigma_p50,
@@ -105,10 +105,10 @@ def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
         "massive": tails and tails.massive,
     }
     if tails is None or not tails.median:
-        return of_site | {"massive_channels": None, "massive_tokens": None}
+        return numbers | {"massive_channels": None, "massive_tokens": None}
     limit = max(MASSIVE_SIZE, MASSIVE_RATIO * tails.median)
     tokens = sum(abs(token.x) > limit for token in tails.tokens)
-    return of_site | {"massive_channels": int((stats.reach > limit).sum()), "massive_tokens": tokens}
+    return numbers | {"massive_channels": int((stats.reach > limit).sum()), "massive_tokens": tokens}
 
 
 def nodes_data(nodes: Nodes) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def capture(
     check_models([model])
     check_by(by, [model])
     _check_capture_file(output, force)
-    place = Process.current()
+    process = Process.current()
     from normscope.pairs.checkpoints import Checkpoints
 
     folder = output.with_name(f"{output.name}{CHECKPOINT}")
-    checkpoints = Checkpoints(folder, checkpoint_every, resume or place.restarts > 0)
-    if place.is_first:
+    checkpoints = Checkpoints(folder, checkpoint_every, resume or process.restarts > 0)
+    if process.is_first:
         checkpoints.check()
         if checkpoints.resume:
-            found = checkpoints.exist
-            out.remark(f"going on from {folder}" if found else "nothing to resume; starting from the beginning")
+            resumes = checkpoints.exist
+            out.remark(f"going on from {folder}" if resumes else "nothing to resume; starting from the beginning")
     with run.joined() as ranks:
         network = run.load(model, out)
         with stopping_between_chunks(out.warn) as checkpoints.stopping:
@@ -73,7 +73,7 @@ def capture(
                 keep_inputs=keep_inputs,
                 by_part=by is not None,
             )
-    if not place.is_first:
+    if not process.is_first:
         raise typer.Exit
     out.account(seen, layers, network.inputs.unreadable)
     out.kept_inputs(seen)

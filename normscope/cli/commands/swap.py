@@ -66,8 +66,8 @@ def swap(
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
     figure = swapping.kept_norms_figure(output)
-    place = Process.current()
-    if place.is_first:
+    process = Process.current()
+    if process.is_first:
         check_folder_writable(output, FILES, ALSO)
         if chooses:
             check_writable(figure)
@@ -77,7 +77,7 @@ def swap(
         source = swapping.SwapSource(network, layers, run, out, ranks)
         fits = source.fits(replacement)
         modules = source.replacements(replacement, fits)
-    if not place.is_first:
+    if not process.is_first:
         raise typer.Exit
     calibrated = functools.lru_cache(maxsize=2)(lambda paths: _calibrated(source, modules, paths, refit, out))
     choice = None

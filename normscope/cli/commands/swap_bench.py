@@ -67,13 +67,13 @@ def swap_bench(
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_calibrated(init, refit, choices, run.device_map)
     swapping.check_kernels(choices, run.device)
-    place = Process.current()
-    files = FigureFiles(output, look, names if place.is_first else [], ["drift", *(["speed"] if timed else [])])
+    process = Process.current()
+    files = FigureFiles(output, look, names if process.is_first else [], ["drift", *(["speed"] if timed else [])])
     device = resolve_device(run.device)
     where = in_words(device)
     out.result(f"on {where}" if device.type == "cuda" else f"on {where}; no number here is of a GPU")
-    if not place.alone:
-        out.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
+    if not process.alone:
+        out.remark(f"{process.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     if not timed:
         out.result("No speed: under --device-map the transfers between devices are what would be timed.")
     drifts, speeds = [], []
@@ -85,7 +85,7 @@ def swap_bench(
             source = swapping.SwapSource(network, layers, run, out, ranks)
             _remark_on_calibrations(source, choices, out)
             reports = _drift(source, choices, refit, all_samples, out)
-            if not place.is_first:
+            if not process.is_first:
                 continue
             drifts += [report.as_dict() for report in reports]
             drift_figure = normscope.figures.plot_drift(reports, source.norms, **look.figure_options)
@@ -97,7 +97,7 @@ def swap_bench(
             for view, figure, about in views:
                 file = files.save(figure, network.name, view, about, out)
                 figures.append({"model": network.name, "view": view, "file": file})
-    if not place.is_first:
+    if not process.is_first:
         raise typer.Exit
     out.document({"device": where, "drift": drifts, "speed": speeds, "figures": figures})
 
@@ -106,9 +106,11 @@ def _remark_on_calibrations(source: swapping.SwapSource, choices: Sequence[swapp
     """Print the number of calibrations, and how to reduce it."""
     calibrated = [choice for choice in choices if choice.calibrated]
     sites = source.least or len(source.norms)
-    each = f" for each of {len(calibrated)} curves" if len(calibrated) > 1 else ""
+    per_curve = f" for per_curve of {len(calibrated)} curves" if len(calibrated) > 1 else ""
     if calibrated and (rows := 1 + sites + max(0, sites - 2)) > _MANY_CALIBRATIONS:
-        out.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --layers 4 takes fewer")
+        out.remark(
+            f"{rows} calibrations{per_curve}: all sites, each alone, and each number of them; --layers 4 takes fewer"
+        )
 
 
 def _drift(
@@ -145,11 +147,11 @@ def _drift(
 
 
 def _print_calibration(reports: Sequence[DriftReport], out: Output) -> None:
-    done = [(report, report.calibration) for report in reports if report.calibration is not None]
-    for _, first in done[:1]:
+    calibrated = [(report, report.calibration) for report in reports if report.calibration is not None]
+    for _, first in calibrated[:1]:
         out.remark(f"calibrated on {first.data}; measured on {reports[0].about['data']}")
         swapping.print_left_out(first.left, first.left_out, out)
-    for report, calibration in done:
+    for report, calibration in calibrated:
         if calibration.restored:
             rows = count(calibration.restored, "row")
             out.warn(f"{report.func}: {rows} with the start values, as calibration did not lower the drift there")
@@ -164,8 +166,8 @@ def _speed(
     if sibling := _FULL_SIZE.get(network.name):
         out.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
         size = run.batch_size
-        of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
-        network = of_sibling.load(sibling, out)
+        sibling_run = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
+        network = sibling_run.load(sibling, out)
     if not quick:
         out.remark(f"timing {network.name} takes a while; --quick takes the fewest timings")
     with out.bars() as progress:

@@ -57,7 +57,7 @@ def timeline(
         "curves": run.curves,
         "steps": run.steps.tolist(),
         "sites": list(run.rows(run.ends)),
-        "fits": [fit.as_dict() for of_step in fits[-1:] for fit in of_step],
+        "fits": [fit.as_dict() for step_fits in fits[-1:] for fit in step_fits],
         "figures": saved,
     }
     out.document(document, list(run.rows(range(len(run.steps)))) if out.file else [])

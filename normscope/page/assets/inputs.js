@@ -19,10 +19,10 @@ function inputsSection(site, plot) {
 function fillInputs(section) {
   const { whole, site } = section;
   const kept = keptAt(site);
-  const others = kept ? kept.places.others : 1;
+  const repeats = kept ? kept.places.repeats : 1;
   const { note } = open.capture.inputs[state.input];
   const said = kept ? kept.places.said : "the tokens of this norm are groups of channels, and no places of the input";
-  chosenOther = clipped(chosenOther, 0, others - 1);
+  chosenOther = clipped(chosenOther, 0, repeats - 1);
   section.map = new InputMap(site, state.input, kept, {
     other: chosenOther, rings: () => ringsOf(section),
     told: (place) => pointAt(section, place), chosen: (place) => pinAt(section, tokenOfPlace(kept, place, chosenOther)),
@@ -31,7 +31,7 @@ function fillInputs(section) {
   section.pinned = element("span");
   refill(whole, [
     element("h3", { id: "inputs-title", text: "Inputs" }),
-    element("div", { class: "controls" }, [chooseInput(section), choosePart(section), chooseHeat(section, kept), others > 1 ? chooseOther(section, kept) : null]),
+    element("div", { class: "controls" }, [chooseInput(section), choosePart(section), chooseHeat(section, kept), repeats > 1 ? chooseOther(section, kept) : null]),
     section.map.host, section.said,
     element("p", { class: "picks" }, [section.pinned]),
     heatKey(site, kept), remark(`${inputName(state.input)}: ${said}${note ? `; picture ${visible(note)}` : ""}`),
@@ -76,8 +76,8 @@ function chooseHeat(section, kept) {
   return choice("Show", options, chosen, (heat) => { go({ heat }); section.fill(); });
 }
 
-function chooseOther(section, { places: { others, named } }) {
-  const options = Array.from({ length: others }, (_, at) => [at, `${named} ${at + 1}`]);
+function chooseOther(section, { places: { repeats, named } }) {
+  const options = Array.from({ length: repeats }, (_, at) => [at, `${named} ${at + 1}`]);
   return dropdown(options, chosenOther, (other) => { chosenOther = Number(other); section.fill(); }, { id: "other", "aria-label": named });
 }
 

@@ -30,7 +30,7 @@ function tokenOfPlace({ places: { steps } }, place, other) {
   return other * steps[0] + place * steps[1];
 }
 
-// The place and the row of others of a token.
+// The place and the row of a token.
 function placeOfKept({ places: { steps } }, token) {
   const step = Math.max(...steps);
   const [whole, rest] = [Math.floor(token / step), token % step];
@@ -72,9 +72,9 @@ function placeName(input, kept, place) {
 // What a token of an input is, in words.
 function keptText(site, input, kept, token) {
   const { place, other } = placeOfKept(kept, token);
-  const { others, named } = kept.places;
+  const { repeats, named } = kept.places;
   const sigma = numbersOf(kept.sigma)[token];
-  const where = [placeName(input, kept, place), `token ${token}`, others > 1 ? `${named} ${other + 1}` : null];
+  const where = [placeName(input, kept, place), `token ${token}`, repeats > 1 ? `${named} ${other + 1}` : null];
   if (Number.isNaN(sigma)) return [...where, "left out: padding, or not finite"].filter(Boolean).join(" · ");
   const tail = kept.tail ? `tail share ${percent(numbersOf(kept.tail)[token])} (|x| ≥ ${number(site.drawn.tail_from)})` : null;
   return [...where, `σ ${short(sigma)}`, tail].filter(Boolean).join(" · ");

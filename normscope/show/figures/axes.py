@@ -104,9 +104,9 @@ class XAxis:
         for tick in (*tens, *(5 * tens), *(2 * tens)):
             if len(ticks) > _ENOUGH_TICKS and tick not in tens:
                 break
-            low, high, place, *places = self.along(np.array([*self.limits, tick, *ticks]))
-            apart = np.abs(place - np.array(places)) / (high - low) * inches / _LETTER_INCHES
-            letters = np.array([len(f"{-tick:g}") + len(f"{-other:g}") + 3 for other in ticks]) / 2
+            low, high, position, *positions = self.along(np.array([*self.limits, tick, *ticks]))
+            apart = np.abs(position - np.array(positions)) / (high - low) * inches / _LETTER_INCHES
+            letters = np.array([len(f"{-tick:g}") + len(f"{-placed:g}") + 3 for placed in ticks]) / 2
             if tick <= end and (apart > letters).all():
                 ticks.append(float(tick))
         return [*(-tick for tick in ticks[1:]), *ticks]  # matplotlib leaves out those beyond the limits

@@ -142,14 +142,14 @@ def _draw_row(
     panels: Sequence[Axes], columns: int, number: FitNumber, curves: Sequence[str], lines: Sequence[_Line], theme: Style
 ) -> None:
     """Draw one number of every curve, on one axis of y."""
-    for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
+    for n, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
         for line in lines:
             fits = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
             points = [(line.places[fit.site], fit) for fit in fits]
             draw_number(ax, number, points, line.look, line.look["color"])
         if number is ALPHA:
             ax.set_title(curve, parse_math=False)
-        if place % columns == 0:
+        if n % columns == 0:
             ax.set_ylabel(number.label)
     _share_heights(panels, columns)
     for ax in panels:
@@ -163,13 +163,13 @@ def _lines(
     number, (labels, common) = len(captures), told_apart(captures)
     colours: Sequence[Any] = theme.channels
     if number > len(colours):
-        colours = [shades(theme)(place / (number - 1)) for place in range(number)]
+        colours = [shades(theme)(n / (number - 1)) for n in range(number)]
     lines = []
-    for place, (capture, capture_fits, label) in enumerate(zip(captures, fits, labels, strict=True)):
+    for n, (capture, capture_fits, label) in enumerate(zip(captures, fits, labels, strict=True)):
         last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
-        offset = _DODGE * (place - (number - 1) / 2)
+        offset = _DODGE * (n - (number - 1) / 2)
         places = {site.name: (site.index + offset) / last for site in capture.sites}
-        look = {"color": colours[place], "marker": MARKERS[place % len(MARKERS)]}
+        look = {"color": colours[n], "marker": MARKERS[n % len(MARKERS)]}
         lines.append(_Line(label, look, places, capture_fits))
     return lines, common
 
@@ -177,10 +177,10 @@ def _lines(
 def _share_heights(panels: Sequence[Axes], columns: int) -> None:
     """Give one number the same axis in all columns, logarithmic where its values are many times one another."""
     low, high = min(ax.dataLim.y0 for ax in panels), max(ax.dataLim.y1 for ax in panels)
-    for place, ax in enumerate(panels):
-        if place:
+    for n, ax in enumerate(panels):
+        if n:
             ax.sharey(panels[0])
-        if place % columns:
+        if n % columns:
             ax.tick_params(labelleft=False)
         if 0 < MANY_TIMES * low < high:
             scale_by_factors(ax)

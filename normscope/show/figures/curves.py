@@ -92,9 +92,9 @@ def _draw_curve(ax: Axes, curve: Curve, head: str, looks: Sequence[tuple[float, 
 def _heading(alike: Sequence[Curve], inches: float) -> str:
     """Return the names of curves of one formula and, in lines of a width, the formula."""
     curve, names, lines = alike[0], ", ".join(curve.name for curve in alike), [""]
-    for part in _UNBROKEN.findall(curve.tex):
-        if lines[-1] and _MATH.parse(f"${lines[-1]}{part}$", 72, TITLE).width / 72 > inches:
+    for term in _UNBROKEN.findall(curve.tex):
+        if lines[-1] and _MATH.parse(f"${lines[-1]}{term}$", 72, TITLE).width / 72 > inches:
             lines.append("")
-        lines[-1] += part
+        lines[-1] += term
     formula = [f"${line}$" for line in lines] if curve.tex else map(literal, wrapped(curve.formula, inches, TITLE))
     return "\n".join((literal(names), *formula))

@@ -91,8 +91,8 @@ def _series(
     markers = dict(zip(dict.fromkeys(kinds.values()), itertools.cycle(MARKERS), strict=False))
     series: _Series = []
     for curve, (kind, marker) in itertools.product(dict.fromkeys(fit.curve for fit in fits), markers.items()):
-        of_kind = [fit for fit in fits if (fit.curve, kinds[fit.site]) == (curve, kind)]
-        points: list[tuple[float, CurveFit]] = [(depths[fit.site], fit) for fit in of_kind]
+        fits_here = [fit for fit in fits if (fit.curve, kinds[fit.site]) == (curve, kind)]
+        points: list[tuple[float, CurveFit]] = [(depths[fit.site], fit) for fit in fits_here]
         series.append((points, {"color": curves[curve][0], "ls": curves[curve][1], "marker": marker}))
     handles: list[Artist] = [key(curve, *curves[curve]) for curve in dict.fromkeys(fit.curve for fit in fits)]
     handles += [key(kind, theme.ink, "", marker=marker, ms=3) for kind, marker in markers.items()]

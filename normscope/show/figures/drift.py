@@ -125,7 +125,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     for number, report in enumerate(reports):
         init = INITS.get(report.init, INITS["fit"])
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
-        label = " · ".join(part for part in (published_name(report.func), report.start_in_words) if part)
+        label = " · ".join(text for text in (published_name(report.func), report.start_in_words) if text)
         marker = MARKERS[number % len(MARKERS)]
         lines.append(_DriftLine(report, label, colours[report.func], marker, init.dashes, offset))
     return lines
@@ -165,7 +165,7 @@ def _draw_panel(
         look: dict[str, Any] = {"marker": _PLACEMENTS[placement], "ms": 2.6, "color": theme.faint, **_OUTSIDE}
         ax.plot(x, [1.06] * len(x), transform=ax.get_xaxis_transform(), **look)
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
-    places = {name: place for place, name in enumerate(parts if panel == "by_part" else paths)}
+    places = {name: x for x, name in enumerate(parts if panel == "by_part" else paths)}
     for line in lines:
         rows = [(getattr(row, _KEYS[panel]), row) for row in getattr(line.report, panel)]
         _draw_dots(ax, line, [(places.get(x, x), row) for x, row in rows], joined=panel in ("cumulative", "by_part"))
@@ -176,10 +176,10 @@ def _draw_panel(
         ax.set_xlabel("number of sites swapped, the least harmful first")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     elif panel == "by_part":
-        words = {part.rpartition(" ")[0] for part in parts}
+        words = {name.rpartition(" ")[0] for name in parts}
         shared = literal(words.pop()) if len(words) == 1 else ""
         every = max(1, math.ceil(len(parts) / 12))
-        names = [literal(part).removeprefix(f"{shared} ") for part in parts[::every]]
+        names = [literal(name).removeprefix(f"{shared} ") for name in parts[::every]]
         ax.set_xticks(range(0, len(parts), every), names)
         ax.set_xlabel(shared or "part of the data")
         title = f"the output by {shared or 'part of the data'}, all sites swapped"

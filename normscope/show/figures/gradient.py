@@ -188,11 +188,11 @@ def _draw_constants(ax: Axes, view: GradientView, drawn: DrawnJacobians, style: 
     if not len(at):
         _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", inches)
         return
-    _, others = _grouped(x, _of_pairs(drawn.uniform.others, drawn.x))
+    _, root_c = _grouped(x, _of_pairs(drawn.uniform.others, drawn.x))
     held, root = _held_looks(style)
     ax.fill_between(at, scale[0], scale[2], color=held["color"], alpha=0.2, lw=0)
     ax.plot(at, scale[1], zorder=3, **held)
-    ax.plot(at, others[1], zorder=4, **root)
+    ax.plot(at, root_c[1], zorder=4, **root)
     largest, values = drawn.largest_x.abs().flatten(), _of_pairs(drawn.largest.scale, drawn.largest_x)
     look: dict[str, Any] = {"color": style.channels[0], "s": 3, "lw": 0, "alpha": 0.6, "rasterized": True}
     ax.scatter(*_thinned(largest[largest > drawn.tail], values[largest > drawn.tail]), **look)

@@ -102,8 +102,8 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_
         lines.append(NO_CEILING)
     if sink := sink_sentence(fits):
         lines.append(sink)
-    if others := best_of(fits)[1]:
-        lines.append(f"{count(len(others), 'curve')} of smaller mean R² not drawn")
+    if not_drawn := best_of(fits)[1]:
+        lines.append(f"{count(len(not_drawn), 'curve')} of smaller mean R² not drawn")
     return lines
 
 
@@ -120,14 +120,14 @@ def lines_above(panels: Sequence[Panel], rows: Sequence[str], labels: str) -> li
     elif labels == SHORT:
         numbers = _numbers(panels, "R²", r2_of, _ceiling)
         lines[0] = [[*_module(panel), *line] for panel, line in zip(panels, numbers, strict=True)]
-    of_rows: dict[str, Callable[[], list[list[Words]]]] = {
+    lines_by_row: dict[str, Callable[[], list[list[Words]]]] = {
         "token": lambda: [[scale_of(panel)] for panel in panels],
         "channel": lambda: [[_channels(panel)] for panel in panels],
         RESIDUAL: lambda: _numbers(panels, "RMSE", lambda fit: f"{fit.rmse:.3g}"),
     }
-    for place, row in enumerate(rows):
-        if row in of_rows:
-            lines[place] = [[*above, *of_row] for above, of_row in zip(lines[place], of_rows[row](), strict=True)]
+    for number, row in enumerate(rows):
+        if row in lines_by_row:
+            lines[number] = [[*above, *more] for above, more in zip(lines[number], lines_by_row[row](), strict=True)]
     return lines
 
 
@@ -148,7 +148,7 @@ def _channels(panel: Panel) -> Words:
 def _ceiling(panel: Panel) -> str:
     """Return the ceiling of a panel in three digits; nothing if it is known to be too low."""
     for fit in panel.fits[:1]:
-        reached = max(of_curve.r2 if of_curve.r2_cv is None else of_curve.r2_cv for of_curve in panel.fits)
+        reached = max(drawn.r2 if drawn.r2_cv is None else drawn.r2_cv for drawn in panel.fits)
         if fit.r2_ceiling is not None and not is_too_low(fit) and fit.r2_ceiling > reached - 5e-4:
             return f"ceiling {fit.r2_ceiling:.3f}"
     return ""

@@ -154,12 +154,12 @@ def draw_density(ax: Axes, panel: Panel) -> None:
     counts = image(panel.stats, axis.evenly(_PIXELS + 1), np.linspace(*y_limits, _PIXELS + 1))
     shown = np.ma.masked_less_equal(counts, 0)
     if shown.count():
-        place: dict[str, Any] = {"extent": (*axis.limits, *y_limits), "transform": ax.transData}
+        extent: dict[str, Any] = {"extent": (*axis.limits, *y_limits), "transform": ax.transData}
         if axis.linear_width is not None:  # columns of equal width on paper
-            place = {"extent": (0, 1, 0, 1), "transform": ax.transAxes}
+            extent = {"extent": (0, 1, 0, 1), "transform": ax.transAxes}
         norm = LogNorm(0.1, max(float(shown.max()), 1.0))
         look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest"}
-        ax.imshow(shown, norm=norm, cmap=densities(panel.style), **place, **look)
+        ax.imshow(shown, norm=norm, cmap=densities(panel.style), **extent, **look)
     ax.plot(*mean_line(panel.moments, axis, panel.inches), color=panel.style.ink, lw=MEAN_WIDTH, zorder=3)
 
 

@@ -181,11 +181,11 @@ def overview(
     columns = columns if width / columns >= _LEAST_COLUMN else 2
     inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
     height = min(_ROW_INCHES, 0.85 * inches)
-    every_fit = [fit for of_capture in fits for fit in of_capture]
+    every_fit = [fit for capture_fits in fits for fit in capture_fits]
     with matplotlib.rc_context(theme.rc()):
         drawn = [
-            panels_of(capture, sites, of_capture, theme, xscale, inches, best_of(every_fit)[0])
-            for capture, sites, of_capture in zip(captures, chosen, fits or [()] * len(captures), strict=True)
+            panels_of(capture, sites, capture_fits, theme, xscale, inches, best_of(every_fit)[0])
+            for capture, sites, capture_fits in zip(captures, chosen, fits or [()] * len(captures), strict=True)
         ]
         if share_axes:
             every = iter(with_shared_scales([panel for panels in drawn for panel in panels], xscale))
@@ -201,8 +201,8 @@ def _name_of_row(capture: Capture, captures: Sequence[Capture], inches: float) -
     """Return a network's name; and that its weights are random, or the end of its data if others share the name."""
     name, data, skip = heading(capture.about), capture.about.get("data", ""), capture.skip
     data = data.replace(without_first(skip), f"without {f'{skip} first tokens' if skip > 1 else 'token 0'}")
-    others = {also.about.get("data", "") for also in captures if heading(also.about) == name}
-    end = wrapped(data.rpartition(" · ")[2], inches + 0.3, TITLE) if len(others) > 1 and " · " in data else []
+    data_of_name = {also.about.get("data", "") for also in captures if heading(also.about) == name}
+    end = wrapped(data.rpartition(" · ")[2], inches + 0.3, TITLE) if len(data_of_name) > 1 and " · " in data else []
     return "\n".join(filter(None, (tail(name, inches + 0.3, TITLE), untrained(capture.about), *end)))
 
 
@@ -212,11 +212,11 @@ def _words_of_networks(
     """Return legend and lines below an overview."""
     every, labels = [panel for panels in drawn for panel in panels], options.get("labels", SHORT)
     title = None if options.get("caption") else options.get("title")
-    of_networks = []
+    facts_by_network = []
     for capture, panels in zip(captures, drawn, strict=True):
         about = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
-        of_networks.append(f"{heading(capture.about)}: " * (len(captures) > 1) + " · ".join(filter(None, about)))
-    foot = [*remarks(every, fits, labels), ". ".join(filter(None, of_networks)), _LEAD]
+        facts_by_network.append(f"{heading(capture.about)}: " * (len(captures) > 1) + " · ".join(filter(None, about)))
+    foot = [*remarks(every, fits, labels), ". ".join(filter(None, facts_by_network)), _LEAD]
     handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
     return {"about": {}, "foot": foot, "handles": handles, "h_pad": 0.03, "hspace": 0}
 
@@ -243,14 +243,14 @@ def _draw_rows(
             ax.set_visible(False)
         for number, (name, panels) in enumerate(blocks):
             last = max((len(later) for _, later in blocks[number + 1 :] if len(rows) == 1), default=0)
-            for place, row in enumerate(rows):
-                row_of_axes = axes[number * len(rows) + place]
-                _draw_row(row_of_axes, panels, row, notes[number][place], NO_LABELS if place else labels)
-                if place == len(rows) - 1:
-                    for panel, ax in zip(panels[last:], row_of_axes[last:], strict=False):
+            for row_number, row in enumerate(rows):
+                axes_here = axes[number * len(rows) + row_number]
+                _draw_row(axes_here, panels, row, notes[number][row_number], NO_LABELS if row_number else labels)
+                if row_number == len(rows) - 1:
+                    for panel, ax in zip(panels[last:], axes_here[last:], strict=False):
                         ax.set_xlabel(panel.scales.x.label(panel.inches), labelpad=1)
                 y_label = "\n".join(filter(None, (name, _Y_LABELS.get(row, _OUTPUT))))
-                row_of_axes[0].set_ylabel(y_label, parse_math=False, labelpad=1)
+                axes_here[0].set_ylabel(y_label, parse_math=False, labelpad=1)
         if any(panel.scales.shared for _, panels in blocks for panel in panels):
             _share(axes, rows)
     return figure
@@ -258,7 +258,7 @@ def _draw_rows(
 
 def _height(notes: Sequence[Sequence[Sequence[Any]]], panel_inches: float, labels: str) -> float:
     """Return the height of all panels and of the lines above them."""
-    lines = sum(max(map(len, of_panels)) for of_rows in notes for of_panels in of_rows)
+    lines = sum(max(map(len, panel_lines)) for block in notes for panel_lines in block)
     heads = len(notes) * (HEAD_INCHES * (labels != NO_LABELS) + 0.1) + lines * LINE_POINTS / 72
     rows = sum(map(len, notes))
     return heads + rows * row_inches(panel_inches, rows, heads, _LOWEST_PANEL)
@@ -336,5 +336,5 @@ def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
     kept = [(panel.stats.tokens.key, panel.stats.largest.key) for panel in panels]  # some tokens are in both
     drawn = max(len(set(torch.cat(keys).tolist())) for keys in kept)
     every = max(panel.stats.n_tokens for panel in panels)
-    what = "Points" if all(panel.site.pointwise for panel in panels) else "Lines"
-    return [f"{what}: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]
+    marks = "Points" if all(panel.site.pointwise for panel in panels) else "Lines"
+    return [f"{marks}: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]

@@ -158,10 +158,10 @@ def _legend(figure: Figure, handles: Sequence[Artist]) -> Legend | None:
         text = str(handle.get_label()).replace(r"\$", "$")
         if width_of(text, _LEGEND) > room:
             handle.set_label("\n".join(wrapped(text, room, _LEGEND)).replace("$", r"\$"))
-    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.2, "prop": _LEGEND}
-    place["columnspacing"] = 1.4
+    options: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.2, "prop": _LEGEND}
+    options["columnspacing"] = 1.4
     for columns in range(len(handles), 0, -1):
-        legend = figure.legend(handles=handles, ncols=columns, **place)
+        legend = figure.legend(handles=handles, ncols=columns, **options)
         if columns == 1 or legend.get_window_extent().width <= width * figure.dpi:
             legend.set_in_layout(False)  # the rectangle of the layout leaves room for it
             return legend
@@ -176,7 +176,7 @@ def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> 
 
 def heading(about: Mapping[str, str], samples: str = "") -> str:
     """Return a figure's title: the network, and the part of its data if there is one."""
-    return " · ".join(part for part in (about.get("model"), about.get("part"), samples) if part)
+    return " · ".join(text for text in (about.get("model"), about.get("part"), samples) if text)
 
 
 def untrained(about: Mapping[str, str]) -> str:

@@ -80,8 +80,8 @@ class Style:
         """
         looks: dict[str, Look] = {}
         for number, name in enumerate(dict.fromkeys((*_BY_COLOUR, *CURVES, *curves))):
-            again, place = divmod(number, len(self.curves))
-            looks[name] = self.curves[place], _DASHES[(place + again) % len(_DASHES)]
+            again, colour = divmod(number, len(self.curves))
+            looks[name] = self.curves[colour], _DASHES[(colour + again) % len(_DASHES)]
         return looks
 
     def math(self) -> dict[Any, Any]:
@@ -205,5 +205,5 @@ def readable(colour: str, background: Any) -> str:
 
 
 def _luminance(rgb: Any) -> float:
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
+    linear = [level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in rgb]
     return float(np.dot([0.2126, 0.7152, 0.0722], linear))

@@ -103,13 +103,13 @@ def wrapped(text: str, inches: float, font: FontProperties = NOTE) -> list[str]:
 
 
 def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
-    """Put parts of a text into as few lines as fit; no part is divided."""
+    """Put parts of a text into as few lines as fit; no word is divided."""
     lines: list[str] = []
-    for part in parts:
-        if lines and width_of(f"{lines[-1]}  {part}") <= inches:
-            lines[-1] += f"  {part}"
+    for word in parts:
+        if lines and width_of(f"{lines[-1]}  {word}") <= inches:
+            lines[-1] += f"  {word}"
         else:
-            lines.append(part)
+            lines.append(word)
     return [[(line, colour)] for line in lines]
 
 

@@ -27,7 +27,7 @@ def curves_table(curves: Sequence[Curve]) -> TextTable:
     from normscope.curves.known import CURVES  # imports torch
 
     shifted = {
-        curve.name: [f"{other.name} (with s)" for other in CURVES.values() if other.shift_of == curve.name]
+        curve.name: [f"{variant.name} (with s)" for variant in CURVES.values() if variant.shift_of == curve.name]
         for curve in curves
     }
     columns: list[Column[Curve]] = [

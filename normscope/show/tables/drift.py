@@ -34,7 +34,7 @@ def drift_table(reports: Sequence[DriftReport]) -> TextTable:
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
     logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
     top5 = any(row.top5 is not None for row in rows)
-    of_end = ("end L2", "p90 of end L2", "end cosine")
+    end_headings = ("end L2", "p90 of end L2", "end cosine")
     columns: list[Column[Swap]] = [
         words("func", lambda swap: published_name(swap[0].func)),
         words("init", lambda swap: swap[0].init, 2),
@@ -48,7 +48,7 @@ def drift_table(reports: Sequence[DriftReport]) -> TextTable:
         Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5, drop=3),
         Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5, drop=4),
         *several(("frame L2", "p90 of frame L2"), lambda swap: _upper(swap[1].frames), (2, 4), shown=frames),
-        *several(of_end, lambda swap: _end(swap[0].end), (2, 4, 4), shown=ends),
+        *several(end_headings, lambda swap: _end(swap[0].end), (2, 4, 4), shown=ends),
         _spoilt(rows),
     ]
     caption = [f"All sites swapped. {_OF_OUTPUT}"]
@@ -84,10 +84,10 @@ def sites_table(reports: Sequence[DriftReport]) -> TextTable:
         return NONE if row is None else _distance(row.relative_l2.p50) + ("!" if row.nonfinite else "")
 
     columns: list[Column[str]] = [names("site", lambda path: path)]
-    for place, report in enumerate(reports):
+    for n, report in enumerate(reports):
         heading = published_name(report.func) + ("" if same_init else f" {report.init}".rstrip())
         rows = {row.site: row for row in reversed(report.by_site)}
-        columns.append(Column(heading, lambda path, rows=rows: moved(rows.get(path)), drop=int(place > 0)))  # type: ignore[misc]
+        columns.append(Column(heading, lambda path, rows=rows: moved(rows.get(path)), drop=int(n > 0)))  # type: ignore[misc]
     caption = ["One site alone swapped: L2 of the output, median over inputs", "!: not finite for some inputs"]
     if any(_calibrated(reports)):
         caption.append("calibrated with that site alone swapped")

@@ -210,8 +210,8 @@ def _left_out(row: Advice) -> str:
 
 def comparison_table(rows: Sequence[Compared]) -> TextTable:
     """Make a table with one line per site, curve and capture."""
-    places = [(row.counterpart, row.fit.curve) for row in rows]
-    begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
+    keys = [(row.counterpart, row.fit.curve) for row in rows]
+    begins = [key != above for key, above in zip(keys, [None, *keys], strict=False)]
     differ, functions = len({row.d for row in rows}) > 1, any(row.curve == MODULE for row in rows)
     r2 = "held-out R²" if any(row.fit.r2_cv is not None for row in rows) else "R²"  # as the ceiling is
     columns: list[Column[tuple[Compared, bool]]] = [
@@ -241,14 +241,14 @@ def comparison_table(rows: Sequence[Compared]) -> TextTable:
 def matching_lines(comparison: Comparison) -> list[str]:
     """Describe each capture and how its sites were matched to those of the first."""
     titles = []
-    for place, capture in enumerate(comparison.captures, 1):
+    for n, capture in enumerate(comparison.captures, 1):
         parts = [capture.about[key] for key in ("model", "weights", "data")]
-        titles.append(f"{place}  {' · '.join(parts)} ({count(capture.n_samples, 'sample')})")
+        titles.append(f"{n}  {' · '.join(parts)} ({count(capture.n_samples, 'sample')})")
     lines = titles[:1]
-    for place, (title, match) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
+    for n, (title, match) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
         how = "by name" if match.by == "name" else "by placement and relative depth, as most names differ"
         here, there = map(len, match.unmatched)
-        without = f"; without a counterpart: {here} of 1, {there} of {place}" if here or there else ""
+        without = f"; without a counterpart: {here} of 1, {there} of {n}" if here or there else ""
         lines += [title, f"   {count(len(match.counterparts), 'site')} matched {how}{without}"]
     return lines
 

@@ -254,13 +254,13 @@ def headings(command: str) -> list[str]:
 
 def unknown_column(command: str, names: Iterable[str]) -> str | None:
     """Return the first name of no column that a command's tables may have."""
-    known = [_pattern(heading) for heading in headings(command)]
-    return next((name for name in names if not any(re.fullmatch(pattern, typed(name)) for pattern in known)), None)
+    patterns = [_pattern(heading) for heading in headings(command)]
+    return next((name for name in names if not any(re.fullmatch(pattern, typed(name)) for pattern in patterns)), None)
 
 
 def _pattern(heading: str) -> str:
-    parts = re.split(f"({'|'.join(_NAMES)})", heading)
-    return "".join(_NAMES.get(part) or re.escape(typed(part)) for part in parts)
+    pieces = re.split(f"({'|'.join(_NAMES)})", heading)
+    return "".join(_NAMES.get(piece) or re.escape(typed(piece)) for piece in pieces)
 
 
 def typed(heading: str) -> str:

@@ -67,7 +67,7 @@ def constants_table(views: Sequence[GradientView]) -> TextTable:
             return ""
         return _STEADIER[constants.steadier] if constants.n_pairs else NONE
 
-    rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
+    rows = [(view, region) for view in views for region in (("centre", "tail") if view.reason is None else ("",))]
     columns: list[Column[tuple[GradientView, str]]] = [
         names("site", lambda row: row[0].site if row[1] != "tail" else ""),
         Column("pairs", lambda row: f"{row[0].constants[row[1]].n_pairs:,}" if row[1] else "", drop=3),
@@ -83,6 +83,6 @@ def constants_table(views: Sequence[GradientView]) -> TextTable:
 
 
 def _spreads(constants: Constants) -> list[str]:
-    scale, others = constants.scale, constants.others
-    values = (scale.p50, scale.ratio, others.p50, others.ratio, constants.C.ratio**0.5)
+    scale, root_c = constants.scale, constants.others
+    values = (scale.p50, scale.ratio, root_c.p50, root_c.ratio, constants.C.ratio**0.5)
     return [number(value, ".4g") for value in values]

@@ -71,8 +71,8 @@ def several(
     shown: bool = True,
 ) -> Iterable[Column[Row]]:
     """Declare columns of numbers whose texts one function returns, a list per row."""
-    for place, (heading, drop) in enumerate(zip_longest(headings, drops, fillvalue=0)):
-        yield Column(str(heading), lambda row, place=place: cells(row)[place], shown, drop=int(drop))  # type: ignore[misc]
+    for n, (heading, drop) in enumerate(zip_longest(headings, drops, fillvalue=0)):
+        yield Column(str(heading), lambda row, n=n: cells(row)[n], shown, drop=int(drop))  # type: ignore[misc]
 
 
 class _Name(Text):
@@ -114,7 +114,7 @@ class TextTable:
     def caption(self) -> str:
         definitions = DEFINITIONS.get(self.about, {})
         defined = [f"{name}: {definitions[name]}" for name in dict.fromkeys(self.headings) if name in definitions]
-        parts = sorted([*self.parts, *defined], key=lambda part: part.startswith("\n"))
+        parts = sorted([*self.parts, *defined], key=lambda text: text.startswith("\n"))
         return " · ".join(parts).replace(" · \n", "\n").removeprefix("\n")
 
     def only(self, names: Sequence[str]) -> TextTable:
@@ -169,8 +169,8 @@ def _widths(column: Column[Any], cells: Sequence[str]) -> tuple[int, int]:
     """Return the least width of a column, whose heading then folds, and its natural width."""
     narrow = longest = max(map(cell_len, cells), default=0)
     if column.folds:
-        part = max((cell_len(part or "") for cell in cells for part in _BREAKS.split(cell)), default=0)
-        narrow = min(longest, max(_LEAST_FOLDED, part), _MOST_FOLDED)
+        piece = max((cell_len(piece or "") for cell in cells for piece in _BREAKS.split(cell)), default=0)
+        narrow = min(longest, max(_LEAST_FOLDED, piece), _MOST_FOLDED)
     return max(narrow, *map(cell_len, column.heading.split(" "))), max(longest, cell_len(column.heading))
 
 
@@ -240,5 +240,5 @@ def measured(value: float | None, interval: tuple[float, float] | None, form: st
     if value is None or not math.isfinite(value) or not _ROUNDING * abs(value) < width < math.inf:
         return number(value, form)
     decimals = min(_MOST_DECIMALS, 1 - math.floor(math.log10(float(f"{width:.1e}"))))
-    shown = [f"{round(part, decimals):.{max(decimals, 0)}f}" for part in (value, width)]
+    shown = [f"{round(n, decimals):.{max(decimals, 0)}f}" for n in (value, width)]
     return " ± ".join(shown if half else shown[:1])
