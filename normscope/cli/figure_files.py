@@ -104,11 +104,7 @@ class FigureFiles:
             return asked or "png"
         if asked not in (None, named):
             raise UsageError(f"{self.option} {output} ends in .{named}, but --format asks for {asked}.")
-        many = "" if self.by is None else f"--by {self.by} draws a figure for each"
-        if len(self.views) > 1:
-            many = f"each model has {len(self.views)} figures"
-        if len(self.titles) > 1:
-            many = f"there are {len(self.titles)} models"
-        if many:
+        if self.by is not None or len(self.titles) * len(self.views) > 1:
+            many = f"each {self.by or 'model'} has a figure" if len(self.views) == 1 else "each model has two"
             raise UsageError(f"{self.option} {output} is one file, but {many}. Name a folder.")
         return named

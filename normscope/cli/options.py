@@ -294,10 +294,6 @@ SwapPer = Annotated[str, _swap("--per", metavar="LEVEL", help="One A and α per 
 SwapShift = Annotated[bool | None, _swap("--shift/--no-shift", help=f"{_SHIFT}.")]
 Full = Annotated[bool, _swap("--full", help="Also time the whole network compiled, and forward + backward.")]
 Quick = Annotated[bool, _swap("--quick", help="Take as few timings as possible.")]
-AllSamples = Annotated[
-    bool,
-    _swap("--all-samples", help="Measure each site alone and the cumulative order on all samples, not on 16 of them."),
-]
 Restart = Annotated[bool, _swap("--restart", help="Discard the progress of an interrupted healing, and start again.")]
 
 Device = Annotated[str, _running("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 …, mps.")]
@@ -378,7 +374,7 @@ Compact = Annotated[
 ]
 Xscale = Annotated[
     str,
-    _figure("--xscale", metavar="SCALE", help="Scale of x: linear; or asinh or symlog, which show all pairs."),
+    _figure("--xscale", metavar="SCALE", help="Scale of x: linear; or asinh, which shows all pairs."),
 ]
 ShareAxes = Annotated[
     bool, _figure("--share-axes", help="Give all panels of a figure the same axes and colours, to compare them.")
@@ -388,7 +384,8 @@ Width = Annotated[
     _figure("--width", metavar="INCHES", parser=_number(float, 2, 100, "inches"), help="5.5 for a NeurIPS text."),
 ]
 Labels = Annotated[
-    str, _figure("--labels", metavar="none|short|full", help="Headings of panels: short names and R², or everything.")
+    str,
+    _figure("--labels", metavar="none|short|full", help="Headings of panels: short names and R²; or full, with paths."),
 ]
 Font = Annotated[str | None, _figure("--font", metavar="FAMILY", help="Font of all text, such as 'Times New Roman'.")]
 Caption = Annotated[
@@ -405,14 +402,8 @@ _OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .json)"
 _output_to = functools.partial(_output, "--output", "-o", parser=_path)
 TablesFile = Annotated[Path | None, _output_to(metavar="FILE", help=f"Instead of the terminal, {_OF_TABLES}.")]
 PlotOutput = Annotated[Path, _output_to(metavar="PATH", help="A folder; or, for one model, the figure's file.")]
-GradientOutput = Annotated[
+FigureOutput = Annotated[
     Path, _output_to(metavar="PATH", help=f"A folder for figures, or the figure's file; or {_OF_TABLES}.")
-]
-TimelineOutput = Annotated[
-    Path, _output_to(metavar="PATH", help=f"A folder for figures, or a figure's file; or {_OF_TABLES} at every step.")
-]
-CompareOutput = Annotated[
-    Path, _output_to(metavar="PATH", help=f"A folder for the figure, or its file; or {_OF_TABLES}.")
 ]
 ReportOutput = Annotated[Path, _output_to(metavar="PATH", help="A folder, or the report's file, FILE.html.")]
 SwapOutput = Annotated[Path, _output_to(metavar="DIR", help="The folder to write; --weights takes it.")]

@@ -27,7 +27,7 @@ from normscope.tools.probe.timeline import Timeline
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
-    *("palette", "reading", "functions", "axes", "pinch", "plot"),
+    *("palette", "reading", "functions", "axes", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
     *("overview", "site", "explorer", "swap", "training", "compare", "page"),
 )

@@ -26,7 +26,7 @@ def compare(
     weights: options.ComparedWeights = None,
     run: RunOptions,
     by: options.By = None,
-    output: options.CompareOutput = Path(FIGURES),
+    output: options.FigureOutput = Path(FIGURES),
     look: Look,
     out: Output,
 ) -> None:

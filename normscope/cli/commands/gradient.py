@@ -25,7 +25,7 @@ def gradient(
     shift: options.Shift = True,
     run: RunOptions,
     by: options.By = None,
-    output: options.GradientOutput = Path(FIGURES),
+    output: options.FigureOutput = Path(FIGURES),
     look: Look,
     out: Output,
 ) -> None:

@@ -50,7 +50,6 @@ def report(
     seen, fits, shown = [], [], []
     for captured in captures([(name, run) for name in names], layers, out, by, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
-        out.kept_inputs(capture)
         seen.append(capture)
         fits.append(normscope.fit(capture, func, shift=shift))
         shown.append({**capture.about, "sites": [site.name for site in capture.sites]})

@@ -44,7 +44,6 @@ def swap_bench(
     shift: options.SwapShift = None,
     full: options.Full = False,
     quick: options.Quick = False,
-    all_samples: options.AllSamples = False,
     run: RunOptions,
     output: options.BenchOutput = Path(FIGURES),
     look: Look,
@@ -66,7 +65,6 @@ def swap_bench(
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_calibrated(init, refit, choices, run.device_map)
-    swapping.check_kernels(choices, run.device)
     process = Process.current()
     files = FigureFiles(output, look, names if process.is_first else [], ["drift", *(["speed"] if timed else [])])
     device = resolve_device(run.device)
@@ -84,7 +82,7 @@ def swap_bench(
             network = run.load(name, out)
             source = swapping.SwapSource(network, layers, run, out, ranks)
             _remark_on_calibrations(source, choices, out)
-            reports = _drift(source, choices, refit, all_samples, out)
+            reports = _drift(source, choices, refit, out)
             if not process.is_first:
                 continue
             drifts += [report.as_dict() for report in reports]
@@ -114,30 +112,28 @@ def _remark_on_calibrations(source: swapping.SwapSource, choices: Sequence[swapp
 
 
 def _drift(
-    source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], refit: str, all_samples: bool, out: Output
+    source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], refit: str, out: Output
 ) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.show.tables.drift import drift_tables
-    from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
 
     walk = getattr(source.held_out, "ends", None)
     ends = None if walk is None else KeptEnds(walk)
     # A replacement that is not possible fails before the first pass, not after minutes of drift.
     replacements = [(choice, source.replacements(choice, source.fits(choice))) for choice in choices]
-    most = None if all_samples else MOST_SAMPLES
     reports = []
     for choice, modules in replacements:
         calibration: dict[str, Any] = {"learn": source.learned, "refit": refit} if choice.calibrated else {}
         with out.bars() as progress:
-            settings = {"func": choice.func, "init": choice.start, "most": most, "ends": ends, **calibration}
+            settings = {"func": choice.func, "init": choice.start, "ends": ends, **calibration}
             report = normscope.drift(
                 source.network, source.held_out, modules, **settings, progress=progress, ranks=source.ranks
             )
             reports.append(report)
     out.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
-        out.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
+        out.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}")
     for table in drift_tables(reports):
         out.table(table)
     if not any(report.quality for report in reports):

@@ -21,7 +21,7 @@ def timeline(
     file: options.RunFile,
     *,
     layers: options.Layers = "all",
-    output: options.TimelineOutput = Path(FIGURES),
+    output: options.FigureOutput = Path(FIGURES),
     look: Look,
     out: Output,
 ) -> None:

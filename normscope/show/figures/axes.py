@@ -1,4 +1,4 @@
-"""Linear, asinh and symlog axes of x, limits of panels, and E[y|x] along an axis."""
+"""Linear and asinh axes of x, limits of panels, and E[y|x] along an axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.scale import AsinhTransform, SymmetricalLogTransform
+from matplotlib.scale import AsinhTransform
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import IdentityTransform, Transform
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from normscope.show.figures.text import signed
 Array = NDArray[np.float64]
 Limits: TypeAlias = tuple[float, float]
 
-LINEAR, ASINH, SYMLOG = XSCALES = ("linear", "asinh", "symlog")
+LINEAR, ASINH = XSCALES = ("linear", "asinh")
 _STRETCHED_FOR = 3e-4  # of the pairs, a linear axis becomes e times as long
 _SPARED = 0.25  # an axis that can be shortened by this factor or less contains every pair
 _LINEAR_SHARE = 0.9  # of the pairs lie on the part of an asinh axis that is nearly linear
@@ -47,24 +47,20 @@ class XAxis:
     Attributes:
         limits: of the axis.
         linear_width: half-width of the part about zero that is (nearly) linear; None if all of the axis is.
-        symlog: logarithmic beyond that width; otherwise the axis is an asinh axis.
     """
 
     limits: Limits
     linear_width: float | None = None
-    symlog: bool = False
 
     @property
     def _transform(self) -> Transform:
-        if self.linear_width is None:
-            return IdentityTransform()
-        return SymmetricalLogTransform(10, self.linear_width, 1) if self.symlog else AsinhTransform(self.linear_width)
+        return IdentityTransform() if self.linear_width is None else AsinhTransform(self.linear_width)
 
     def label(self, inches: float) -> str:
         """Return the axis label, short on a narrow panel."""
         if self.linear_width is None:
             return "norm input x"
-        return f"{'norm input x' if inches > _NARROW else 'x'} ({SYMLOG if self.symlog else ASINH} scale)"
+        return f"{'norm input x' if inches > _NARROW else 'x'} ({ASINH} scale)"
 
     def along(self, x: Array) -> Array:
         """Return positions along the axis on paper."""
@@ -90,8 +86,7 @@ class XAxis:
         if self.linear_width is None:
             ax.xaxis.set_major_locator(MaxNLocator(max(2, min(6, int(inches / 0.42))), steps=(1, 2, 5, 10)))
         else:
-            width = "linthresh" if self.symlog else "linear_width"
-            ax.set_xscale(SYMLOG if self.symlog else ASINH, **{width: self.linear_width})
+            ax.set_xscale(ASINH, linear_width=self.linear_width)
             ax.xaxis.set_major_locator(FixedLocator(self._ticks(inches)))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: signed(f"{x:g}")))
             ax.xaxis.set_minor_locator(NullLocator())
@@ -137,7 +132,7 @@ def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, share
 
     Args:
         sites: the norms and their sums.
-        xscale: ``linear``, ``asinh`` or ``symlog``.
+        xscale: ``linear`` or ``asinh``.
         shared: whether other panels have the same.
 
     Raises:
@@ -151,7 +146,7 @@ def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, share
     widths = [] if xscale == LINEAR else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
     rstd = torch.cat([torch.empty(0), *(sample.rstd for _, stats in sites for sample in (stats.tokens, stats.largest))])
     sigmas = (1 / rstd.double()).tolist()
-    axis = XAxis(ends, min(filter(None, widths), default=None), xscale == SYMLOG)
+    axis = XAxis(ends, min(filter(None, widths), default=None))
     if xscale != LINEAR:
         low, high = axis.at(np.array(_with_margins(*axis.along(np.array(ends)).tolist()))).tolist()
         axis = replace(axis, limits=(low, high))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -26,7 +26,7 @@ from normscope.show.figures.sheet import (
     site_labels,
 )
 from normscope.show.figures.style import FigureOptions, Style, theme_of
-from normscope.show.figures.text import NOTE, literal, name_sites, names_inches, that_fits, width_of
+from normscope.show.figures.text import NOTE, literal, name_sites, names_inches, width_of
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.swaps.inits import INITS, published_name
 from normscope.swaps.reports import Drift, Quantiles
@@ -40,15 +40,12 @@ _BARS, _QUALITY_BARS = "Bars: 10th to 90th percentile over inputs", "; of the qu
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _DODGE_OF_NUMBERS = 0.06  # of the distance of two ticks that are numbers, on which the points have to stand
-_PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
-_OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
 _KEYS = {"by_site": "site", "at_sites": "at", "cumulative": "sites_swapped", "by_part": "part"}  # x of a row, by panel
 _TITLES = {
     "by_site": "each site swapped alone, {}",
     "at_sites": "each site's own output, all sites swapped",
     "cumulative": "one site more at a time, {}",
 }
-_SIGNS_POINTS = 13  # the distance of a title above the signs of placements
 
 
 _Series = tuple[str, list[tuple[float, Quantiles | float]], dict[str, Any]]  # label, points and look
@@ -71,12 +68,12 @@ def plot_drift(
 ) -> Figure:
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
-    Panels without measurements are left out. Several swaps have one more: ratios of medians to the first swap's. The
-    dotted line, a relative L2 of 1, is the distance of zeros from the original; a cross is a value that is not finite.
+    Panels without measurements are left out. The dotted line, a relative L2 of 1, is the distance of zeros from the
+    original; a cross is a value that is not finite.
 
     Args:
         reports: of one network; a marker each, a colour a function, dashes an init.
-        sites: its norm sites: their order, and their placements, if they differ, as signs above the panels.
+        sites: its norm sites, in their order.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
@@ -93,15 +90,11 @@ def plot_drift(
     rows, wide = _rows_of_panels(reports, inches)
     names = list(site_labels(paths, options).values())
     height = min((_PANEL_INCHES + 0.35) * len(rows) + (names_inches(names) if wide else 0.0), PANELS_INCHES)
-    placements = _placements(sites, paths)
-    parts: dict[str, Any] = {"handles": _handles(lines, placements, theme)}
+    parts: dict[str, Any] = {"handles": _handles(lines, theme)}
     parts["detail"] = count(max(report.all.inputs for report in reports), "input")
     with sheet_of(options, theme, inches, height, reports[0].about, **parts) as figure:
         for panel, ax in figure.subplot_mosaic(rows).items():
-            if panel == "ratios":
-                _draw_ratios(ax, lines, paths, theme, inches - _EDGE_INCHES)
-            else:
-                _draw_panel(ax, lines, panel, paths, placements, theme)
+            _draw_panel(ax, lines, panel, paths, theme)
             if panel in wide:
                 name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
                 ax.set_xlim(-0.5, len(paths) - 0.5)
@@ -113,7 +106,6 @@ def _rows_of_panels(reports: Sequence[DriftReport], inches: float) -> tuple[list
     """Return the panels of what was measured, as a mosaic, and those as wide as the figure."""
     panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
     wide: list[str] = [panel for panel in ("by_site", "at_sites") if panel in panels]
-    wide += ["ratios"] if len(reports) > 1 and "by_site" in wide else []
     narrow = [panel for panel in ("cumulative", "by_part") if panel in panels]
     abreast = max(1, len(narrow)) if inches >= _LEAST_ABREAST * len(narrow) else 1
     rows: list[Any] = [narrow[n : n + abreast] for n in range(0, len(narrow), abreast)]
@@ -138,7 +130,7 @@ def colours_of(funcs: Sequence[str], theme: Style) -> dict[str, str]:
     return {func: looks.get(curve, (theme.faint,))[0] for func, curve in curves.items()}
 
 
-def _handles(lines: Sequence[_DriftLine], placements: Mapping[str | None, list[int]], theme: Style) -> list[Artist]:
+def _handles(lines: Sequence[_DriftLine], theme: Style) -> list[Artist]:
     faint = theme.faint
     handles: list[Artist] = [key(line.label, line.colour, line.dashes, marker=line.marker, ms=3) for line in lines]
     handles.append(key("10th to 90th percentile", faint, "", marker="|", ms=6))
@@ -146,24 +138,11 @@ def _handles(lines: Sequence[_DriftLine], placements: Mapping[str | None, list[i
         handles.append(key("zeros in place of the output", faint, ":"))
     if any(math.isinf(row.relative_l2.p90) for line in lines for row in line.report.rows):
         handles.append(key("not finite", theme.ink, "", marker="X", ms=4))
-    for placement in placements:
-        label = placement or "beside the residual stream"
-        handles.append(key(label, faint, "", marker=_PLACEMENTS[placement], ms=3.2))
     return handles
 
 
-def _draw_panel(
-    ax: Axes,
-    lines: Sequence[_DriftLine],
-    panel: str,
-    paths: Sequence[str],
-    placements: Mapping[str | None, list[int]],
-    theme: Style,
-) -> None:
-    """A dot and a bar for each row of each swap, the axes and the title of the panel, and signs of placements."""
-    for placement, x in placements.items() if panel == "by_site" else ():
-        look: dict[str, Any] = {"marker": _PLACEMENTS[placement], "ms": 2.6, "color": theme.faint, **_OUTSIDE}
-        ax.plot(x, [1.06] * len(x), transform=ax.get_xaxis_transform(), **look)
+def _draw_panel(ax: Axes, lines: Sequence[_DriftLine], panel: str, paths: Sequence[str], theme: Style) -> None:
+    """A dot and a bar for each row of each swap, the axes and the title of the panel."""
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     places = {name: x for x, name in enumerate(parts if panel == "by_part" else paths)}
     for line in lines:
@@ -183,7 +162,7 @@ def _draw_panel(
         ax.set_xticks(range(0, len(parts), every), names)
         ax.set_xlabel(shared or "part of the data")
         title = f"the output by {shared or 'part of the data'}, all sites swapped"
-    ax.set_title(title, loc="left", pad=_SIGNS_POINTS if panel == "by_site" else None)
+    ax.set_title(title, loc="left")
     high = ax.dataLim.y1
     ax.set_ylabel("relative L2")
     if not scale_where_wide(ax):
@@ -191,28 +170,6 @@ def _draw_panel(
     bottom, top = ax.get_ylim()
     if bottom < 1 < 1.5 * top:
         ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
-    draw_guides(ax, theme)
-
-
-def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style, inches: float) -> None:
-    """Each median over the first swap's, with each site swapped alone: what differs where they seem to coincide."""
-    first = {row.site: row.relative_l2.p50 for row in lines[0].report.by_site}
-    for line in lines[1:]:
-        rows = {row.site: row.relative_l2.p50 for row in line.report.by_site}
-        drawn = {
-            number + line.offset: rows[path] / first[path]
-            for number, path in enumerate(paths)
-            if path in rows and 0 < first.get(path, 0) < math.inf and math.isfinite(rows[path])
-        }
-        x, ratio = list(drawn), list(drawn.values())
-        ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
-        ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
-    ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
-    inputs = count(max(row.inputs for line in lines for row in line.report.by_site), "input")
-    multiple = f"as a multiple of {lines[0].label}, {inputs}"
-    ax.set_title(literal(that_fits((f"each site swapped alone, {multiple}", multiple), inches, 7.5)), loc="left")
-    ax.set_ylabel("ratio of medians")
-    scale_where_wide(ax)
     draw_guides(ax, theme)
 
 
@@ -226,23 +183,22 @@ def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *,
     ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
     _draw_bars(ax, [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)], line.colour, alpha=0.8)
     if x := [x for x, quantiles in points if math.isinf(quantiles.p90)]:  # crosses at the upper edge
-        look: dict[str, Any] = {"marker": "X", "ms": 3.6, "mew": 0, "color": line.colour, "zorder": 5, **_OUTSIDE}
-        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), **look)
+        look: dict[str, Any] = {
+            "marker": "X",
+            "ms": 3.6,
+            "mew": 0,
+            "color": line.colour,
+            "zorder": 5,
+            "ls": "",
+            "clip_on": False,
+        }
+        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), in_layout=False, **look)
 
 
 def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any, alpha: float | None = None) -> None:
     """Draw a bar from the 10th to the 90th percentile at each x."""
     low, high = [quantiles.p10 for _, quantiles in points], [quantiles.p90 for _, quantiles in points]
     ax.vlines([x for x, _ in points], low, high, color=colour, lw=0.7, alpha=alpha)
-
-
-def _placements(sites: Sequence[NormSite], paths: Sequence[str]) -> dict[str | None, list[int]]:
-    """Return the numbers of the sites of each placement; nothing if all have the same."""
-    placements: dict[str | None, list[int]] = {}
-    for site in sites:
-        if site.name in paths:
-            placements.setdefault(site.placement, []).append(paths.index(site.name))
-    return placements if len(placements) > 1 else {}
 
 
 def with_unit(measure: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from matplotlib.artist import Artist
@@ -13,16 +12,14 @@ from normscope.curves.known import CURVES, FREE
 from normscope.errors import count
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.saturation import site_saturation
-from normscope.runtime.files import visible
 from normscope.show.figures.fit_numbers import NO_CEILING, is_too_low
 from normscope.show.figures.panel_data import extreme_channels
 from normscope.show.figures.panels import BAND, BAND_ALPHA, CURVE_WIDTH, MEAN_WIDTH, RESIDUAL, Panel, best_of
 from normscope.show.figures.sheet import key
-from normscope.show.figures.style import FULL, NO_LABELS, SHORT, densities
+from normscope.show.figures.style import FULL, NO_LABELS, densities
 from normscope.show.figures.text import (
     TITLE,
     Words,
-    broken,
     lines_of_words,
     signed,
     tail,
@@ -74,10 +71,8 @@ def _folds(panels: Sequence[Panel]) -> str:
     return ", ".join(sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by}))
 
 
-def facts(panels: Sequence[Panel], labels: str) -> str:
-    """Return class, d and placement of the norms, and their numbers of pairs, as far as no panel names them."""
-    if labels == FULL:
-        return ""
+def facts(panels: Sequence[Panel]) -> str:
+    """Return class, d and placement of the norms, and their numbers of pairs."""
     sites = [panel.site for panel in panels]
     kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
     placements = " and ".join(dict.fromkeys(site.placement for site in sites if site.placement))
@@ -115,11 +110,13 @@ def r2_of(fit: CurveFit) -> str:
 def lines_above(panels: Sequence[Panel], rows: Sequence[str], labels: str) -> list[list[list[Words]]]:
     """Return the lines above each panel of each row, ``[row][panel]``; above the first row also those of the site."""
     lines: list[list[list[Words]]] = [[[] for _ in panels] for _ in rows]
-    if labels == FULL:
-        lines[0] = [_everything(panel) for panel in panels]
-    elif labels == SHORT:
+    if labels != NO_LABELS:
+        paths = [wrapped(panel.site.name, panel.room) if labels == FULL else [] for panel in panels]
         numbers = _numbers(panels, "R²", r2_of, _ceiling)
-        lines[0] = [[*_module(panel), *line] for panel, line in zip(panels, numbers, strict=True)]
+        lines[0] = [
+            [*([(line, panel.style.ink)] for line in path), *_module(panel), *above]
+            for panel, path, above in zip(panels, paths, numbers, strict=True)
+        ]
     lines_by_row: dict[str, Callable[[], list[list[Words]]]] = {
         "token": lambda: [[scale_of(panel)] for panel in panels],
         "channel": lambda: [[_channels(panel)] for panel in panels],
@@ -154,21 +151,6 @@ def _ceiling(panel: Panel) -> str:
     return ""
 
 
-def _everything(panel: Panel) -> list[Words]:
-    """Return lines of the site's path and properties, and of all numbers of each fit."""
-    ink, site, room = panel.style.ink, panel.site, panel.room
-    facts_of_site = [f"{visible(site.kind)} d={site.d}", *([site.placement] if site.placement else [])]
-    beyond = math.isfinite(site.bound) and site.bound > max(map(abs, panel.scales.y))
-    bounds = [f"|y| ≤ {site.bound:.3g}"] if beyond else []
-    path: list[Words] = [[(line, ink)] for line in wrapped(f"{site.index}\u00a0\u00a0{site.name}", room)]
-    facts_of_site += [f"{panel.stats.n_pairs:,} pairs", *bounds]
-    lines = [*path, *broken(facts_of_site, ink, room), *_module(panel)]
-    for fit in panel.fits:
-        parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *_result(fit)]
-        lines += broken(parts, panel.style.faint if fit.degenerate else panel.looks[fit.curve][0], room)
-    return [*lines, *broken([_ceiling(panel)] if _ceiling(panel) else [], ink, room)]
-
-
 def _module(panel: Panel) -> list[Words]:
     """A point-wise function with its own α and s, and the share of pairs that it saturates; nothing for a norm."""
     if (function := site_saturation(panel.site, panel.stats)) is None:
@@ -176,19 +158,7 @@ def _module(panel: Panel) -> list[Words]:
     shift = [signed(f"s {function.shift.p50:.3g}")] if function.shift.p50 else []
     share = [] if function.saturated is None else [f"{100 * function.saturated:.2g} % saturated"]
     parts = [f"{function.curve}, α {function.alpha.p50:.3g}", *shift, *share]
-    return broken(parts, panel.style.ink, panel.room)
-
-
-def _result(fit: CurveFit) -> list[str]:
-    shape = [f"A {fit.amplitude:.3g}", f"α {fit.alpha:.3g}", *([f"s {fit.shift:.3g}"] if fit.shift else [])]
-    if fit.doubt == "straight":
-        shape = [f"slope {fit.slope:.3g}, straight"]
-    elif fit.unidentified:
-        shape = ["A and α not identified"]
-    held_out = [] if fit.r2_cv is None else [f"held out {fit.r2_cv:.3f}"]
-    doubt = ["not converged"] if fit.doubt == "not converged" else []
-    numbers = [*([] if fit.curve == FREE else shape), f"R² {fit.r2:.3f}", *held_out]
-    return [*map(signed, numbers), *doubt]
+    return lines_of_words([(text, panel.style.ink) for text in parts], panel.room)
 
 
 def _numbers(

@@ -92,12 +92,12 @@ def plot(
             list or separated by commas.
         compact: draw the densities alone, four beside one another, as :func:`normscope.figures.overview` does: of the
             sites that ``layers`` names, or of four.
-        xscale: ``linear``, ``asinh`` or ``symlog``; the latter two contain every pair.
+        xscale: ``linear``, or ``asinh``, which contains every pair.
         share_axes: use the same axes and colours in all panels, so that sites can be compared.
         ax: your axes, for one row of one site; the heading is then written inside of them.
         options: those of all figures. ``width``: of the figure, in inches; narrow figures have fewer columns, and
             letters of at least 6 points. ``labels``: above each column ``short`` (short name and R², the default),
-            ``full`` (path, class, d, placement, number of pairs, and all numbers of the fits) or ``none``. ``font``:
+            ``full`` (also the path) or ``none``. ``font``:
             family of all letters, such as ``Times New Roman``. ``caption``: ``txt`` or ``tex``, for a file that
             :func:`normscope.figures.save_figure` writes beside the figure, with what otherwise stands below all panels.
             ``title``: above all panels, by default the network's name, and weights and data below; ``none`` for
@@ -125,7 +125,7 @@ def plot(
     with matplotlib.rc_context(theme.rc()):
         panels = panels_of(capture, capture.sites, fits, theme, xscale, across - _EDGE_INCHES)
         panels = with_shared_scales(panels, xscale) if share_axes else panels
-        foot = [*remarks(panels, fits, labels), *_drawn_tokens(panels, shown), facts(panels, labels), _LEAD]
+        foot = [*remarks(panels, fits, labels), *_drawn_tokens(panels, shown), facts(panels), _LEAD]
         handles = legend_handles(panels, shown, "sample" in capture.about)
         parts: dict[str, Any] = {"foot": foot, "handles": handles, "detail": count(capture.n_samples, "sample")}
         figure = _draw_rows([("", panels)], shown, options, columns, width, height, about=capture.about, **parts)
@@ -214,7 +214,7 @@ def _words_of_networks(
     title = None if options.get("caption") else options.get("title")
     facts_by_network = []
     for capture, panels in zip(captures, drawn, strict=True):
-        about = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
+        about = (facts(panels), title_and_foot(title, "", capture.about)[1])
         facts_by_network.append(f"{heading(capture.about)}: " * (len(captures) > 1) + " · ".join(filter(None, about)))
     foot = [*remarks(every, fits, labels), ". ".join(filter(None, facts_by_network)), _LEAD]
     handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))

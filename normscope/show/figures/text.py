@@ -102,17 +102,6 @@ def wrapped(text: str, inches: float, font: FontProperties = NOTE) -> list[str]:
     return lines
 
 
-def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
-    """Put parts of a text into as few lines as fit; no word is divided."""
-    lines: list[str] = []
-    for word in parts:
-        if lines and width_of(f"{lines[-1]}  {word}") <= inches:
-            lines[-1] += f"  {word}"
-        else:
-            lines.append(word)
-    return [[(line, colour)] for line in lines]
-
-
 def literal(text: str) -> str:
     """Escape a text for matplotlib's labels: one line, and no dollar sign begins a formula."""
     return visible(text).replace("$", r"\$")

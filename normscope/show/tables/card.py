@@ -99,12 +99,11 @@ def channels_table(cards: Sequence[NormCard]) -> TextTable:
 
     def cells(card: NormCard) -> list[str]:
         leading, r2 = card.tails.channels if card.tails else (), card.scale.r2 if card.scale else ()
-        cells_of = {
-            "channel": str,
-            **dict.fromkeys(("share", "of_y", "of_output"), _share),
-            "gamma": lambda gamma: f"{gamma:z.2f}",
-        }
-        listed = [", ".join(cell(getattr(channel, name)) for channel in leading) for name, cell in cells_of.items()]
+        listed = [
+            ", ".join(str(channel.channel) for channel in leading),
+            *(", ".join(_share(getattr(channel, of)) for channel in leading) for of in ("share", "of_y", "of_output")),
+            ", ".join(f"{channel.gamma:z.2f}" for channel in leading),
+        ]
         return [*listed, *(f"{r2[k - 1]:.3f}" if k <= len(r2) else NONE for k in _NUMBERS_OF_CHANNELS)]
 
     headings = ("leading", "of Σx²", "of Σy²", "of Σ(γy)²", "γ : median", *(f"R² of {k}" for k in _NUMBERS_OF_CHANNELS))

@@ -133,17 +133,13 @@ def test_a_ceiling_that_is_too_low_is_not_written(seen, fits, change):
         assert not any("ceiling" in text for text in texts(plot(seen, low, color="density", labels=labels)))
 
 
-def test_full_labels_have_every_number(seen, fits):
-    figure = plot(seen, fits, labels="full")
-    density = shown(figure)[0]
-    lines = "  ".join(text.get_text() for text in density.texts)
-    assert f"0\u00a0\u00a0{NAMES[0]}" in lines and "LayerNorm d=64  15,360 pairs" in lines
-    for fit in (fit for fit in fits if fit.site == NAMES[0]):
-        numbers = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}  s {fit.shift:.3g}  R² {fit.r2:.3f}".replace("-", "−")
-        assert f"{fit.curve}  {numbers}" in lines
-        assert f"held out {fit.r2_cv:.3f}" in lines
-    assert f"ceiling {fits[0].r2_ceiling:.3f}" in lines
-    assert not any("pairs a panel" in line for line in foot(figure))
+def test_full_labels_have_the_module_path(seen, fits):
+    lines = {
+        labels: [text.get_text() for text in shown(plot(seen, fits, color="density", labels=labels))[0].texts]
+        for labels in ("short", "full")
+    }
+    assert NAMES[0] in "".join(lines["full"]) and NAMES[0] not in "".join(lines["short"])
+    assert set(lines["short"]) < set(lines["full"])
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +156,7 @@ def test_a_point_wise_function_has_its_own_scale_and_saturation_above_it(functio
     u = 2 * nn.LayerNorm(16, elementwise_affine=False, dtype=torch.float64)(x) + 0.25
     saturated = 100 * (u.abs() > np.sqrt(np.log(20))).double().mean()  # where exp(−u²), erf′ over its peak, is 1/20
     above = ["  ".join(text.get_text() for text in ax.texts) for ax in (norm, function)]
-    assert (f"derf, α 2  s 0.25  {saturated:.2g} % saturated" in above[1]) == (labels != "none")
+    assert ("derf, α 2  s 0.25" in above[1] and f"{saturated:.2g} % saturated" in above[1]) == (labels != "none")
     assert "saturated" not in above[0]
 
 
@@ -308,9 +304,8 @@ def test_degenerate_straight_and_empty_sites_are_marked():
     figures = {
         labels: " | ".join(texts(plot(seen, fits, color="density", labels=labels))) for labels in ("short", "full")
     }
-    assert [written.count("nothing to fit") for written in figures.values()] == [2, 2]
-    assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", figures["full"])
-    assert "R² | tanh 1.000 | straight" in figures["short"]
+    for written in figures.values():
+        assert written.count("nothing to fit") == 2 and "R² | tanh 1.000 | straight" in written
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
