@@ -218,19 +218,13 @@ def inches_of(width: float | None, usual: float) -> float:
     return width or usual
 
 
-def row_inches(usual: float, rows: float, beside: float, least: float) -> float:
+def row_inches(usual: float, rows: float, between: float, least: float) -> float:
     """Return the height of each row of panels: less than usual, but not under the least, if a page requires it.
 
-    >>> [row_inches(2.0, rows, 0.8, 0.9) for rows in (3, 5, 9)]
+    >>> [round(row_inches(2.0, rows, 0.45, 0.9), 3) for rows in (3, 5, 9)]  # 0.45 inches are between the rows
     [2.0, 1.4, 2.0]
-
-    Args:
-        usual: height of a row, in inches.
-        rows: their number.
-        beside: height of all that is between the rows.
-        least: height of a row that can be read.
     """
-    room = (PANELS_INCHES - beside) / rows
+    room = (PANELS_INCHES - between) / rows
     return room if least <= room < usual else usual
 
 

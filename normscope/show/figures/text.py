@@ -26,7 +26,7 @@ _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # length and height of a site's name,
 _HINTING = 1.12  # letters are wider where they are fitted to few pixels
 _LETTERS = TextToPath()
 _ABOVE_POINTS, _BELOW_TITLE, _SPACE_POINTS = 2.5, 3.0, 3.6
-_SIGNS = re.compile(r"[-+*/,(_]+|\.(?!\d)")  # after which a formula or a path may be broken
+_SIGNS = re.compile(r"[-+*/,_]+|\.(?!\d)")  # after which a formula or a path may be broken
 
 
 def width_of(text: str, font: FontProperties = NOTE) -> float:
