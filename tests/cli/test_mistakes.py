@@ -95,7 +95,7 @@ MISTAKES = [
     ("plot demo_dit --by timestep -o x.png", 2, "is one file, but each timestep has a figure. Name a folder."),
     ("swap-bench demo_vit -o one.PDF", 2, "one.PDF is one file, but each model has two. Name a folder."),
     *((f"{command} --plot new.txt", 2, "--plot new.txt ends in .txt, but") for command in ("fit", "stats", "curves")),
-    ("fit seen.safetensors seen.safetensors --plot new.png", 2, "there are 2 models"),
+    ("fit seen.safetensors seen.safetensors --plot new.png", 2, "each model has a figure"),
     ("fit seen.safetensors --per channel --plot new.png", 2, "--plot draws the fits of each site by itself"),
     ("plot --color tokens", 2, "There is no colouring 'tokens'. Did you mean 'token'?"),
     ("plot --style drak", 2, "There is no style 'drak'. Did you mean 'dark'?"),

@@ -86,14 +86,16 @@ def _range(numbers: Sequence[int]) -> str:
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_LABELS) -> list[str]:
     """Return sentences below a legend: on the numbers above panels, sinks, and the number of curves not drawn."""
-    lines = []
+    lines, too_low = [], not panels and any(map(is_too_low, fits))
     if labels != NO_LABELS and (with_fits := [panel for panel in panels if panel.fits]):
         folds = _folds([panel for panel in with_fits if panel.fits[0].r2_cv is not None])
         lines.append(f"R² on {f'held-out pairs, folds by {folds}' if folds else 'all pairs'}")
-        if "ceiling" in str(lines_above(panels, ["density"], labels)):
-            lines[0] += "; ceiling: that of the best function of x"
-    without = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None and not _ceiling(panel)]
-    if (labels != NO_LABELS and without) or (not panels and any(map(is_too_low, fits))):
+        with_ceiling = [panel for panel in with_fits if panel.fits[0].r2_ceiling is not None]
+        shown = "ceiling" in str(lines_above(panels, ["density"], labels))
+        lines[0] += "; ceiling: that of the best function of x" * shown
+        written = [panel for panel in with_ceiling if _ceiling(panel)]
+        too_low = len(written) < len(with_ceiling) and (shown or not written)
+    if too_low:
         lines.append(NO_CEILING)
     if sink := sink_sentence(fits):
         lines.append(sink)

@@ -130,7 +130,10 @@ def test_a_ceiling_that_is_too_low_is_not_written(seen, fits, change):
     assert fits[0].r2_cv > 0.51
     low = [replace(fit, **change) for fit in fits]
     for labels in ("short", "full"):
-        assert not any("ceiling" in text for text in texts(plot(seen, low, color="density", labels=labels)))
+        figure = plot(seen, low, color="density", labels=labels)
+        assert not any("ceiling" in text.get_text() for text in shown(figure)[0].texts)
+        assert "No ceiling where it is known to be too low" in figure.caption
+    assert "No ceiling" not in plot(seen, fits).caption
 
 
 def test_full_labels_have_the_module_path(seen, fits):
