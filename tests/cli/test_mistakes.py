@@ -14,7 +14,17 @@ from normscope.cli import app
 from normscope.swaps.store.store import save_swapped
 
 FACTORIES = Path(__file__).with_name("factories.py")
-DRAWING = ("plot", "fit", "stats", "curves", "gradient", "compare", "heal demo_vit -o new", "swap-bench")
+DRAWING = (
+    "plot",
+    "fit",
+    "stats",
+    "curves",
+    "gradient",
+    "compare",
+    "swap demo_vit -o new",
+    "heal demo_vit -o new",
+    "swap-bench",
+)
 # Command lines with their exit status and a part of the sentence.
 MISTAKES = [
     ("plott", 2, "plot"),

@@ -237,6 +237,7 @@ def test_one_panel_goes_into_your_axes_and_stays_inside(seen, fits, row):
         ({"capture": []}, r"normscope.plot takes a Capture; normscope.capture\(network\) makes one"),
         ({"capture": nn.LayerNorm(8)}, "normscope.plot takes a Capture"),
         ({"widht": 5.5}, "no option of a figure 'widht'. Did you mean 'width'"),
+        ({"rows": "density"}, "There are: layers, color, compact"),
     ],
 )
 def test_refusals(seen, fits, change, sentence):

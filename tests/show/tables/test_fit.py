@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.show.tables.fit import fits_table
+from normscope.show.tables.fit import comparison_table, fits_table
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +34,12 @@ def test_numbers_of_free_parameters_are_told_and_unlike_ones_not_ranked(fits):
     assert columns["params"] == ["3", "2", "3", "2"]
     assert [cell.rstrip("≈") for cell in columns["rank"]] == ["1", "2", "1", "1"]  # two lines are alike
     assert "rank: by held-out error among curves with as many free parameters" in table.caption
+
+
+def test_comparisons_have_the_r2_that_compares_with_the_ceiling():
+    x = torch.randn(24, 6, 8, generator=torch.Generator().manual_seed(0))
+    rows = normscope.compare([normscope.capture(nn.Sequential(nn.LayerNorm(8)), [n * x]) for n in (1, 2)], "tanh")
+    table = comparison_table(rows)
+    columns = dict(zip(table.headings, zip(*table.rows, strict=True), strict=True))
+    assert "R²" not in columns
+    assert [float(cell) for cell in columns["held-out R²"]] == pytest.approx([row.fit.r2_cv for row in rows], abs=1e-3)
