@@ -91,6 +91,37 @@ class PostNorm(nn.Module):
         return self.head(self.last(x + self.out(self.inner(x).relu())))
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """A LayerNorm over axis 1, as timm's LayerNorm2d."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Detector(OneNorm):
+    """Takes a list of images of different sizes, as torchvision's detectors do."""
+
+    def forward(self, images, targets=None):
+        if any(image.ndim != 3 for image in images):
+            raise ValueError("images is expected to be a list of 3d tensors")
+        return [self.norm(image) for image in images]
+
+
+def wrapped(inner):
+    """A module that only calls another."""
+    return network_of(lambda self, *args, **kwargs: self.inner(*args, **kwargs), "Wrapper", inner=inner)
+
+
+def numbered_samples(number, first=0, name="text"):
+    """Return samples that are sources of their own: ``text 0``, ``text 1``, …"""
+    return tuple(Sample(f"{name} {i}", i, i) for i in range(first, first + number))
+
+
+def sums_of(x, y):
+    """Return n, Σx, Σy, Σx², Σxy and Σy² of pairs."""
+    return torch.stack([torch.ones_like(x).sum(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
+
+
 def values_of(model):
     """Copy a network's parameters and buffers, by name."""
     return {name: value.clone() for name, value in model.state_dict().items()}

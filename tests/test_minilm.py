@@ -28,7 +28,7 @@ def raw_pairs():
     return observed(normscope.load("minilm", device="cpu"))[1]
 
 
-def test_every_pair_is_what_transformers_itself_computes(raw_pairs, seen):
+def test_pairs_match_transformers(raw_pairs, seen):
     """The hidden states that transformers returns are the outputs of every second norm, after the affine step."""
     import transformers
 
@@ -49,7 +49,7 @@ def test_every_pair_is_what_transformers_itself_computes(raw_pairs, seen):
         np.testing.assert_allclose(ours, state, rtol=1e-4, atol=1e-4)  # float32, through other batches' roundings
 
 
-def test_tanh_is_what_scipy_finds_on_the_raw_pairs(raw_pairs, seen):
+def test_tanh_matches_scipy_on_raw_pairs(raw_pairs, seen):
     for fit in normscope.fit(seen.only("0,12"), "tanh"):
         x, y = (values.numpy().ravel() for values in raw_pairs[fit.site])
         start = (np.abs(y).max(), 0.3, 0.0)

@@ -141,7 +141,7 @@ def test_the_bounds(token):
 
 @pytest.mark.parametrize("d", [2, 16, 768])
 @pytest.mark.parametrize("kind", NORMS)
-def test_a_sites_bound_is_what_one_element_alone_reaches(kind, d):
+def test_a_sites_bound_is_reached_by_one_large_element(kind, d):
     alone = torch.zeros(1, d)
     alone[0, d // 2] = 1e3
     (site,) = captured(getattr(nn, kind)(d, eps=0.0), alone).sites
@@ -229,7 +229,7 @@ def test_constant_scale_gives_tanh(d, scale):
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(("d", "size"), [(3, 0.3), (96, 4.0)])
-def test_theorys_curves_are_solutions_of_what_the_diagonal_leaves(kind, d, size):
+def test_theory_curves_solve_the_diagonal_equations(kind, d, size):
     """Tokens of one scale each: those of normscope.fit(theory=True) against the equations with that scale in them."""
     noise = torch.randn(8, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d))
     norm, normalize, taken = NORMS[kind]
@@ -333,7 +333,7 @@ def _parted(tanh, isru):
 )
 @given(tokens)
 @on_tokens
-def test_what_the_two_assumptions_have_in_common(token):
+def test_both_assumptions_determine_the_constant(token):
     x, eps = token
     mean, sigma, rho = parts(x, eps)
     d = len(x)

@@ -55,14 +55,14 @@ def split_names(names: str) -> list[str]:
     >>> split_names("tanh, mine=clip(x, -1, 2), free")
     ['tanh', 'mine=clip(x, -1, 2)', 'free']
     """
-    parts, depth = [""], 0
+    entries, depth = [""], 0
     for sign in names:
         depth = max(depth + (sign == "(") - (sign == ")"), 0)
         if sign == "," and not depth:
-            parts.append("")
+            entries.append("")
         else:
-            parts[-1] += sign
-    return [part.strip() for part in parts]
+            entries[-1] += sign
+    return [entry.strip() for entry in entries]
 
 
 def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
@@ -80,33 +80,33 @@ def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
     >>> [curve.name for curve in curves_named(["Derf", "mine=x/(1+abs(x)**3)**(1/3)"])]
     ['derf', 'mine']
     """
-    parts = split_names(names) if isinstance(names, str) else names
+    entries = split_names(names) if isinstance(names, str) else names
     curves: dict[str, Curve] = {}
-    for part in dict.fromkeys(parts):
-        for curve in [part] if isinstance(part, Curve) else _curves_of(part):
+    for entry in dict.fromkeys(entries):
+        for curve in [entry] if isinstance(entry, Curve) else _curves_of(entry):
             if curves.setdefault(curve.name, curve) is not curve:
                 raise UsageError(f"Two curves are called {curve.name!r}. Give each a name of its own.")
     return list(curves.values())
 
 
-def _curves_of(part: str) -> Sequence[Curve]:
-    if not isinstance(part, str):
-        raise UsageError(f"{part!r:.60} is no curve. Pass a name, a formula such as 'mine=x/(1+abs(x))', or a Curve.")
-    part = part.strip()
-    if "=" in part:
-        return [curve_from(part)]
-    if part.lower() == "all":
+def _curves_of(entry: str) -> Sequence[Curve]:
+    if not isinstance(entry, str):
+        raise UsageError(f"{entry!r:.60} is no curve. Pass a name, a formula such as 'mine=x/(1+abs(x))', or a Curve.")
+    entry = entry.strip()
+    if "=" in entry:
+        return [curve_from(entry)]
+    if entry.lower() == "all":
         return BUILT_IN
-    if set("()+*/") & set(part):
+    if set("()+*/") & set(entry):
         error = ""
         try:
-            curve_from(f"mine={part}")
+            curve_from(f"mine={entry}")
         except UsageError as misunderstood:
             error = f" {misunderstood}"
-        raise UsageError(f"A formula needs a name, such as 'mine={part}'.{error}")
-    if part.lower() not in BY_NAME:
-        raise UsageError(unknown("curve", part, [*BY_NAME, *NO_CURVES, "NAME=FORMULA"]))
-    return [BY_NAME[part.lower()]]
+        raise UsageError(f"A formula needs a name, such as 'mine={entry}'.{error}")
+    if entry.lower() not in BY_NAME:
+        raise UsageError(unknown("curve", entry, [*BY_NAME, *NO_CURVES, "NAME=FORMULA"]))
+    return [BY_NAME[entry.lower()]]
 
 
 def curve_from(text: str) -> Curve:
@@ -122,7 +122,7 @@ def curve_from(text: str) -> Curve:
     """
     if len(text) > _LONGEST:
         raise UsageError(f"A formula has at most {_LONGEST} characters; this one has {len(text):,}.")
-    name, equals, formula = (part.strip() for part in text.partition("="))
+    name, equals, formula = (side.strip() for side in text.partition("="))
     if not equals or not formula:
         raise UsageError(f"{text!r} is no curve of your own: write NAME=FORMULA, such as mine=x/(1+abs(x)).")
     return curve_of(_Reader(formula).read(), name, re.sub(r"\bx\b", "u", formula))

@@ -141,7 +141,7 @@ def _slope_at_origin(u: Tensor, f: Tensor) -> float:
     rounding = 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
     for side in (-1, 1):
         places = (origin + side * (1 + decade * _POINTS_A_DECADE) for decade in range(_DECADES))
-        rises = [float(f[place] - f[origin]) for place in places]
+        rises = [float(f[index] - f[origin]) for index in places]
         clear = [(near, far) for near, far in pairwise(rises) if abs(near) > rounding]
         powers.append(math.log10(abs(clear[0][1] / clear[0][0])) if clear and clear[0][1] else math.inf)
         slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * rises[0] / float(u[origin + 1]))

@@ -100,15 +100,15 @@ class Batch:
 
     def take(self, numbers: Sequence[int]) -> Batch:
         """Return a batch of some samples, by their numbers within this one; a range copies none."""
-        which: slice | list[int] = list(numbers)
+        selection: slice | list[int] = list(numbers)
         if isinstance(numbers, range) and numbers.step == 1:
-            which = slice(numbers.start, numbers.stop)
+            selection = slice(numbers.start, numbers.stop)
 
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[which] if tensor.ndim > 0 and len(tensor) == len(self.samples) else tensor
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor[selection] if tensor.ndim > 0 and len(tensor) == len(self.samples) else tensor
 
-        samples = self.samples[which] if isinstance(which, slice) else tuple(self.samples[i] for i in which)
-        return replace(self.each(part, of_lists=self.forward is not None), samples=samples)
+        samples = self.samples[selection] if isinstance(selection, slice) else tuple(self.samples[i] for i in selection)
+        return replace(self.each(taken, of_lists=self.forward is not None), samples=samples)
 
     def copied(self) -> Batch:
         """Return the batch with copies of its arguments, which a network may then modify in place.
@@ -220,8 +220,8 @@ def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (Mapping, list, tuple)):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from tensors_at(part, (*path, key))
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from tensors_at(entry, (*path, key))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

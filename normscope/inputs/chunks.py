@@ -108,9 +108,9 @@ class LeftOut:
     unreadable: dict[int, str] = field(default_factory=dict)
     cut: int = 0
 
-    def add(self, other: Chunk | LeftOut) -> None:
-        self.unreadable |= other.unreadable
-        self.cut += other.cut
+    def add(self, more: Chunk | LeftOut) -> None:
+        self.unreadable |= more.unreadable
+        self.cut += more.cut
 
     @property
     def lines(self) -> list[str]:
@@ -165,9 +165,9 @@ class Inputs(ABC):
         """Yield all samples in order, without reading them if they are known before."""
         return (sample for batch in self for sample in batch.samples)
 
-    def preview(self, batch: Batch, place: int) -> Preview | None:
+    def preview(self, batch: Batch, index: int) -> Preview | None:
         """Return a preview of a sample of one of these batches; None if there is nothing to show."""
-        return preview_of(batch, place, self.normalized_by, self.words)
+        return preview_of(batch, index, self.normalized_by, self.words)
 
 
 class Entries(Inputs):

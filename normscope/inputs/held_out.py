@@ -36,11 +36,11 @@ class Part(Inputs):
     description = ""
     n_samples = 0
 
-    def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> None:
+    def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], role: str) -> None:
         self.inputs, self.by, self._keys = inputs, by, keys
         self.n_samples = sum(_key(sample, by) in keys for sample in samples)
         one_source = "" if by == "source" else ", all of one source"
-        self.description = f"{inputs.description} · {self.n_samples} of {len(samples)} samples {which}{one_source}"
+        self.description = f"{inputs.description} · {self.n_samples} of {len(samples)} samples {role}{one_source}"
 
     @property
     def left_out(self) -> LeftOut:
@@ -62,8 +62,8 @@ class Part(Inputs):
     def known_samples(self) -> Iterator[Sample]:
         return (sample for sample in self.inputs.known_samples() if _key(sample, self.by) in self._keys)
 
-    def preview(self, batch: Batch, place: int) -> Preview | None:
-        return self.inputs.preview(batch, place)
+    def preview(self, batch: Batch, index: int) -> Preview | None:
+        return self.inputs.preview(batch, index)
 
     @property
     def ends(self) -> Callable[..., Iterator[tuple[Sequence[Sample], Tensor]]] | None:
@@ -201,16 +201,16 @@ class Pool:
         """Collect inputs, in order, up to a gibibyte, and divide them; DataError for fewer than two samples."""
         kept, left_out = kept_in_memory(inputs)
         learned, validation = learned_and_held_out(kept)
-        rest: list[Batch] = []
+        remainder: list[Batch] = []
         while validation.n_samples > _MOST_VALIDATION:
             more, validation = learned_and_held_out(list(validation))
-            rest += more
-        return cls([*learned, *rest], list(validation), left_out)
+            remainder += more
+        return cls([*learned, *remainder], list(validation), left_out)
 
     def by_length(self) -> Pool:
         """Divide padded batches, so that each pass takes samples of about one length (:func:`by_length`)."""
         learned, validation = (
-            [part for batch in batches for part in by_length(batch, len(batch.samples))]
+            [divided for batch in batches for divided in by_length(batch, len(batch.samples))]
             for batches in (self.learned, self.validation)
         )
         return Pool(learned, validation, self.left_out)
@@ -255,8 +255,8 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
         else:
             parts.append([index])
 
-    def cut(part: list[int]) -> Batch:
-        positions, shape = valid[part].any(0).nonzero().flatten(), valid[part].shape
-        return batch.take(part).each(lambda x: x[:, positions.to(x.device)] if x.shape == shape else x)
+    def cut(rows: list[int]) -> Batch:
+        positions, shape = valid[rows].any(0).nonzero().flatten(), valid[rows].shape
+        return batch.take(rows).each(lambda x: x[:, positions.to(x.device)] if x.shape == shape else x)
 
     return list(map(cut, parts))

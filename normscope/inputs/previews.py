@@ -77,7 +77,7 @@ class Preview:
 
 
 def preview_of(
-    batch: Batch, place: int, normalized_by: Normalized | None = None, words: Words | None = None
+    batch: Batch, index: int, normalized_by: Normalized | None = None, words: Words | None = None
 ) -> Preview | None:
     """Return a preview of one sample of a batch; None if its arguments are no picture, waveform or text.
 
@@ -86,7 +86,7 @@ def preview_of(
 
     Args:
         batch: of the network.
-        place: index of the sample within it.
+        index: of the sample within it.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None to stretch each channel
             from its smallest value to its largest, which the note reports.
         words: from token ids to their texts; None to show the ids.
@@ -105,9 +105,9 @@ def preview_of(
     for name, value in [*named, *batch.kwargs.items()]:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or len(value) != len(batch.samples):
             continue
-        contents = _text(name, value[place], words) or _picture_or_waveform(name, value[place].detach(), normalized_by)
-        for part, content in contents.items():
-            parts.setdefault(part, content)
+        contents = _text(name, value[index], words) or _picture_or_waveform(name, value[index].detach(), normalized_by)
+        for field, content in contents.items():
+            parts.setdefault(field, content)
     return Preview(**parts) if parts else None  # type: ignore[arg-type]
 
 
@@ -160,8 +160,8 @@ def _pixels(tensor: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, s
         shown = tensor[: 3 if channels >= 3 else 1]
         low, high = shown.amin((1, 2), keepdim=True), shown.amax((1, 2), keepdim=True)
         shown = (shown - low) / (high - low).clamp_min(torch.finfo().tiny)
-        each = f"the first {len(shown)} of {channels} channels, each" if channels not in (1, 3) else "each channel"
-        note = f"{'' if channels == 1 else each + ' '}stretched from its smallest value to its largest"
+        note = f"the first {len(shown)} of {channels} channels, each" if channels not in (1, 3) else "each channel"
+        note = f"{'' if channels == 1 else note + ' '}stretched from its smallest value to its largest"
     height, width = tensor.shape[1:]
     shrink = min(1.0, LONGEST_SIDE / max(height, width))
     small = torch.nn.functional.adaptive_avg_pool2d(

@@ -76,7 +76,7 @@ def synchronized(model: nn.Module) -> bool:
     >>> synchronized(nn.LayerNorm(4))
     False
     """
-    names = {f"{base.__module__}.{base.__qualname__}" for part in model.modules() for base in type(part).__mro__}
+    names = {f"{base.__module__}.{base.__qualname__}" for child in model.modules() for base in type(child).__mro__}
     return not names.isdisjoint(_SYNCHRONIZING)
 
 

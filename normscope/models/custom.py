@@ -36,25 +36,25 @@ class UserCode:
     random_state: Tensor  # of torch on the CPU, as the code left it
 
     @contextmanager
-    def running(self, what: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:
+    def running(self, subject: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:
         """Run the block as the user's code; its exceptions become an error of ``kind`` about ``what``."""
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):  # stdout is for results
             torch.default_generator.set_state(self.random_state)
             try:
                 yield
             except (Exception, SystemExit) as error:
-                raise kind(f"{what} raised {first_line(error)}{self._line(error)}.") from error
+                raise kind(f"{subject} raised {first_line(error)}{self._line(error)}.") from error
             finally:
                 self.random_state = torch.default_generator.get_state()
 
     def over(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterate with the random numbers that follow the factory's own, the same ones each time."""
         code = replace(self)
-        what = f"The batches of {self.name}"
-        with code.running(what, DataError):
+        subject = f"The batches of {self.name}"
+        with code.running(subject, DataError):
             entries = iter(batches)
         while True:
-            with code.running(what, DataError):
+            with code.running(subject, DataError):
                 entry = next(entries, _END)
             if entry is _END:
                 return
@@ -245,8 +245,8 @@ def _function(name: str, source: ModuleType, dotted: str) -> Callable[[], Any]:
 
 def _pair(name: str, returned: Any) -> tuple[nn.Module, Iterable[Any]]:
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        what = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"a {type(returned).__name__}"
-        raise ModelError(f"{name} returned {what}; it has to return two: a torch.nn.Module and its batches.")
+        shown = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"a {type(returned).__name__}"
+        raise ModelError(f"{name} returned {shown}; it has to return two: a torch.nn.Module and its batches.")
     module, batches = returned
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} returned a {type(module).__name__} where a torch.nn.Module has to be.")

@@ -300,8 +300,8 @@ class PipelineCalls(InputDataset):
                     f"A {name} takes more memory as it samples than there is. Take another device, or a smaller "
                     "--dtype."
                 ) from error
-            what = f"A {name} does not sample from the prompt {prompt!r} alone"
-            raise ModelError(f"{what}: {first_line(error)}. {OTHERWISE}") from error
+            problem = f"A {name} does not sample from the prompt {prompt!r} alone"
+            raise ModelError(f"{problem}: {first_line(error)}. {OTHERWISE}") from error
         finally:
             handle.remove()
         return calls
@@ -324,21 +324,21 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     refuse_code(name, "model_index.json", dict(components))
     foreign = [key for key, value in components.items() if isinstance(value, list) and not _known(value)]
     if foreign or not hasattr(diffusers, str(components.get("_class_name"))):
-        what = foreign[0] if foreign else components.get("_class_name")
-        raise ModelError(f"{name} asks for code that is not diffusers' own ({what}), and none such is run. {OTHERWISE}")
+        code = foreign[0] if foreign else components.get("_class_name")
+        raise ModelError(f"{name} asks for code that is not diffusers' own ({code}), and none such is run. {OTHERWISE}")
     kind = getattr(diffusers, components["transformer"][1])  # a name that _known() has seen in diffusers
-    part = folder / "transformer"
+    subfolder = folder / "transformer"
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _build(name, kind, kind.load_config(part)),
-        pretrained=lambda: read_transformer(name, kind, part, options.dtype),
+        build=lambda: _build(name, kind, kind.load_config(subfolder)),
+        pretrained=lambda: read_transformer(name, kind, subfolder, options.dtype),
     )
     try:
         # The class itself knows that its transformer is a component; DiffusionPipeline would load another over ours.
-        of_class = getattr(diffusers, components["_class_name"])
+        loader = getattr(diffusers, components["_class_name"])
         with quiet():
-            pipeline = of_class.from_pretrained(folder, transformer=module, torch_dtype=options.dtype, **_FROM_HERE)
+            pipeline = loader.from_pretrained(folder, transformer=module, torch_dtype=options.dtype, **_FROM_HERE)
         for component in pipeline.components.values():
             if isinstance(component, nn.Module) and component is not module:
                 nn.Module.to(component, options.device)
@@ -361,22 +361,22 @@ def _known(component: list[Any]) -> bool:
     return library in (None, "transformers") or hasattr(diffusers.pipelines, str(library))
 
 
-def _does_not_load(what: str, error: Exception) -> ModelError:
+def _does_not_load(problem: str, error: Exception) -> ModelError:
     installed = bool(is_accelerate_available())  # type: ignore[no-untyped-call]
     remedy = "" if installed else " It may need accelerate: pip install 'accelerate>=1.2'."
-    return ModelError(f"{what}: {first_line(error)}.{remedy}")
+    return ModelError(f"{problem}: {first_line(error)}.{remedy}")
 
 
-def read_transformer(name: str, kind: Any, part: Path, dtype: torch.dtype | None) -> tuple[nn.Module, Provenance]:
+def read_transformer(name: str, kind: Any, folder: Path, dtype: torch.dtype | None) -> tuple[nn.Module, Provenance]:
     """Load the transformer of a pipeline's folder; ModelError if the weights do not fit it."""
     try:
         with quiet():
-            module, report = kind.from_pretrained(part, torch_dtype=dtype, output_loading_info=True, **_FROM_HERE)
+            module, report = kind.from_pretrained(folder, torch_dtype=dtype, output_loading_info=True, **_FROM_HERE)
     except Exception as error:  # of diffusers, of safetensors
         raise _does_not_load(f"The transformer's weights of {name} do not load", error) from error
     wrong = [key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[keys]]
     if wrong:
         raise ModelError(f"The transformer's weights of {name} do not fit it: {first_few(wrong)}.")
-    files = sorted(part.glob("*.safetensors"))
-    provenance = Provenance("file", f"{part.parent}: transformer (sha256 {sha256_of(files)[:12]})")
+    files = sorted(folder.glob("*.safetensors"))
+    provenance = Provenance("file", f"{folder.parent}: transformer (sha256 {sha256_of(files)[:12]})")
     return module, with_conversion(provenance, dtypes_of_files(files), dtypes_of(module.state_dict()))

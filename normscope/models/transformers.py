@@ -117,7 +117,7 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
                 name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
-            module, provenance = network.of_file(Path(options.weights))
+            module, provenance = network.from_file(Path(options.weights))
     try:
         inputs = inputs_of(module, options)
     except NormscopeError:
@@ -168,8 +168,8 @@ def _config(name: str, repository: Repository, options: LoadOptions) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
     except Exception as error:  # of any configuration's checks
-        what = f"transformers {transformers.__version__} cannot make a model of {name}'s config.json"
-        raise repository.failure(what, error) from error
+        problem = f"transformers {transformers.__version__} cannot make a model of {name}'s config.json"
+        raise repository.failure(problem, error) from error
 
 
 def _stored_format(name: str, config: Any, options: LoadOptions) -> tuple[LoadOptions, str]:
@@ -182,8 +182,8 @@ def _stored_format(name: str, config: Any, options: LoadOptions) -> tuple[LoadOp
         config.quantization_config = None
         return options, ""
     bits = 4 if stored.get("load_in_4bit") else 8 if stored.get("load_in_8bit") else stored.get("bits")
-    of_torchao = stored.get("quant_type") or {}
-    detail = of_torchao["default"]["_type"] if "default" in of_torchao else f"{bits}-bit" if bits else ""
+    torchao_type = stored.get("quant_type") or {}
+    detail = torchao_type["default"]["_type"] if "default" in torchao_type else f"{bits}-bit" if bits else ""
     quantized = f"{stored.get('quant_method', 'bitsandbytes')} {detail}".strip()
     if options.dtype is not None and not options.default_dtype:
         raise UsageError(
@@ -348,7 +348,7 @@ class _Network:
             return module, replace(provenance, description=f"{provenance.description}, quantized by {self.quantized}")
         return module, with_conversion(provenance, dtypes_of_files(files), dtypes_of(module.state_dict()))
 
-    def of_file(self, path: Path) -> tuple[nn.Module, Provenance]:
+    def from_file(self, path: Path) -> tuple[nn.Module, Provenance]:
         """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""
         weights = read_state_dict(path)
         module, report = self._loaded(None, f"The weights file {str(path)!r}", state_dict=dict(weights))
@@ -361,7 +361,7 @@ class _Network:
         _check(report, misfit, not_floating(weights, state, prefix))
         return module, with_conversion(provenance_of_file(path), dtypes_of(weights), dtypes_of(state))
 
-    def _loaded(self, source: Repository | None, what: str, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    def _loaded(self, source: Repository | None, text: str, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Return the module, and transformers' report on what did not fit."""
         try:
             module, report = self.kind.from_pretrained(
@@ -376,10 +376,10 @@ class _Network:
                 **arguments,
             )
         except Exception as error:  # of safetensors, of torch, of any model's own conversion
-            what += f" does not load with transformers {transformers.__version__}"
+            text += f" does not load with transformers {transformers.__version__}"
             if self.quantized:  # most formats have a library of their own
-                what += " (install what it names, or take the checkpoint that it was made from)"
-            raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
+                text += " (install what it names, or take the checkpoint that it was made from)"
+            raise (source.failure(text, error) if source else ModelError(f"{text}: {first_line(error)}.")) from error
         return module, report
 
     def _without_pooler(self) -> dict[str, bool]:

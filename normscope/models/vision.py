@@ -104,8 +104,8 @@ def _pretrained(name: str, architecture: str, hub: Repository) -> tuple[nn.Modul
     try:
         module = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=source)
     except Exception as error:  # of safetensors, of torch, of the conversion that timm has for the family
-        what = f"The weights of {name} from {hub.name} at {hub.commit[:12]} do not load with timm {timm.__version__}"
-        raise hub.failure(what, error) from error
+        problem = f"The weights of {name} from {hub.name} at {hub.commit[:12]} do not load with timm {timm.__version__}"
+        raise hub.failure(problem, error) from error
     return module, hub.provenance([path])
 
 

@@ -67,7 +67,7 @@ class BoundInputs:
                     "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
                     "valid_within={module path: …} for parts with other tokens."
                 )
-        within = {part: valid[path] for part, path in masks.within.items()}
+        within = {module: valid[path] for module, path in masks.within.items()}
         return replace(batch, valid=valid[masks.output], valid_within=within)
 
 

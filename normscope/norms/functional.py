@@ -177,8 +177,8 @@ class FunctionWatch(TorchFunctionMode):
         """Follow the calls of a network's modules in the block; hooks that were registered before run inside them."""
         with contextlib.ExitStack() as hooks:
             for path, module in named_modules(model):
-                of_torch = type(module).__module__.startswith(_TORCH) and path and not is_norm(module)
-                if not of_torch and not isinstance(module, torch.jit.ScriptModule):
+                in_torch = type(module).__module__.startswith(_TORCH) and path and not is_norm(module)
+                if not in_torch and not isinstance(module, torch.jit.ScriptModule):
                     enter = self.hooks.limited(partial(self._enter, path))
                     hooks.callback(module.register_forward_pre_hook(enter).remove)
                     hooks.callback(module.register_forward_hook(self.hooks.limited(self._leave)).remove)

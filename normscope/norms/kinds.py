@@ -153,7 +153,7 @@ class NormKind:
         """Return the parameters of a point-wise function; None for a norm."""
         if self.curve is None or self.parts is None:
             return None
-        return PointwiseParameters(self.curve.name, *(tuple(part.tolist()) for part in self.parts(module)))
+        return PointwiseParameters(self.curve.name, *(tuple(parameter.tolist()) for parameter in self.parts(module)))
 
     def _batched(self, x: Tensor) -> Tensor:
         return x[None] if x.ndim == self.unbatched_axes else x
@@ -225,10 +225,10 @@ def running_norm(name: str, **options: Any) -> NormKind:
     """
 
     def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        mean, variance = (getattr(module, f"running_{which}").float().to(rows.device) for which in ("mean", "var"))
-        of_row = torch.arange(len(rows), device=rows.device) % len(mean)
-        rstd = torch.rsqrt(variance + eps)[of_row, None]
-        return (rows - mean[of_row, None]) * rstd, rstd
+        mean, variance = (getattr(module, f"running_{name}").float().to(rows.device) for name in ("mean", "var"))
+        channel = torch.arange(len(rows), device=rows.device) % len(mean)
+        rstd = torch.rsqrt(variance + eps)[channel, None]
+        return (rows - mean[channel, None]) * rstd, rstd
 
     def channels(module: Any) -> int:
         return len(module.running_mean)
@@ -240,7 +240,7 @@ def measured_affine(gain: OfChannels, shift: OfChannels, groups: Groups | None =
     """Return the step gain · y + shift of tensors that a trial has found in the module, each of 1 or all channels."""
 
     def affine(module: nn.Module, y: Tensor) -> Tensor:
-        factor, summand = (part(module).to(y)[:, None] for part in (gain, shift))
+        factor, summand = (read(module).to(y)[:, None] for read in (gain, shift))
         channels = max(len(factor), len(summand))
         if channels == 1:
             return y * factor + summand
@@ -257,7 +257,7 @@ def pointwise_function(
     parts = parts or _own_parts
 
     def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        alpha, shift, _ = (part.to(rows) for part in parts(module))
+        alpha, shift, _ = (parameter.to(rows) for parameter in parts(module))
         y = curve.function(alpha * rows + shift)
         return y, torch.ones_like(y[:, :1])
 
@@ -269,5 +269,5 @@ def _own_parts(module: Any) -> tuple[Tensor, Tensor, Tensor]:
     gain, _ = gain_and_shift(module)
     shift = getattr(module, "shift", None)
     parts = (module.alpha, *(torch.zeros(1) if shift is None else shift, torch.ones(1) if gain is None else gain))
-    alpha, shift, gain = (part.detach().flatten() for part in parts)
+    alpha, shift, gain = (parameter.detach().flatten() for parameter in parts)
     return alpha, shift, gain

@@ -58,15 +58,15 @@ class _Length(NamedTuple):
         return [min(round(value * size), size) if self.relative else round(value) for value in values]
 
 
-def unpadded(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Any]) -> Iterator[Batch]:
+def unpadded(batch: Batch, model: nn.Module, parameters: Sequence[str], cache: dict[object, Any]) -> Iterator[Batch]:
     """Yield batches of samples without padding; the batch itself if there are no lengths, or no sample is shorter.
 
-    ``parameters`` are those of ``model.forward``; ``known`` keeps arguments and axes from batch to batch.
+    ``parameters`` are those of ``model.forward``; ``cache`` keeps arguments and axes from batch to batch.
 
     Raises:
         DataError: if the samples cannot be divided or cut, or something else among the arguments marks padding.
     """
-    named = _named(batch, model, parameters, known)
+    named = _named(batch, model, parameters, cache)
     lengths, samples = _lengths(named), len(batch.samples)
     axes: tuple[int, ...] = ()
     if not all(
@@ -77,10 +77,10 @@ def unpadded(batch: Batch, model: nn.Module, parameters: Sequence[str], known: d
         if len(lengths[0].values) != samples or (samples > 1 and not batch.divisible):
             raise _refusal(lengths[0], "the batch cannot be divided by samples")
         structure = tuple((length.name, length.of.ndim) for length in lengths)
-        if structure not in known:
+        if structure not in cache:
             with restoring(model):
-                known[structure] = _axes(batch, model, lengths)
-        axes, ahead = known[structure]
+                cache[structure] = _axes(batch, model, lengths)
+        axes, ahead = cache[structure]
     if not axes:
         refuse_unclear_masks(named)
         yield batch
@@ -88,38 +88,38 @@ def unpadded(batch: Batch, model: nn.Module, parameters: Sequence[str], known: d
     if unclear := [length for length in lengths if not length.named]:
         raise _refusal(unclear[0], "of which argument is unclear")
     rows: dict[tuple[int, ...], list[int]] = {}
-    for row, (first, *others) in enumerate(zip(*map(_Length.along, lengths, axes), strict=True)):
-        rows.setdefault((first + ahead, *others), []).append(row)
+    for row, (first, *further) in enumerate(zip(*map(_Length.along, lengths, axes), strict=True)):
+        rows.setdefault((first + ahead, *further), []).append(row)
     yield from (_cut(batch, lengths, axes, numbers).take(alike) for numbers, alike in rows.items())
 
 
-def _named(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Any]) -> dict[str, Any]:
+def _named(batch: Batch, model: nn.Module, parameters: Sequence[str], cache: dict[object, Any]) -> dict[str, Any]:
     """Return the arguments by name: by key, by parameter, or as the network is called with them."""
     user = batch.forward is not None
     entry = batch.args[0] if user and len(batch.args) == 1 else batch.args
-    own: dict[str, Any] = {} if user else dict(zip(parameters, entry, strict=False))
-    own.update(entry if isinstance(entry, Mapping) else {}, **batch.kwargs)
-    if isinstance(entry, Tensor) or not (user or (len(entry) > 1 and not parameters)) or _lengths(own):
-        return own
+    arguments: dict[str, Any] = {} if user else dict(zip(parameters, entry, strict=False))
+    arguments.update(entry if isinstance(entry, Mapping) else {}, **batch.kwargs)
+    if isinstance(entry, Tensor) or not (user or (len(entry) > 1 and not parameters)) or _lengths(arguments):
+        return arguments
     tensors = dict(tensors_at((batch.args, batch.kwargs)))
     structure = (type(entry), *tensors)
-    if structure in known:
-        return own | {name: tensors[path] for name, path in known[structure].items()}
+    if structure in cache:
+        return arguments | {name: tensors[path] for name, path in cache[structure].items()}
     called = _called_with(batch, model)
     for name, value in called.items():
-        listed = [part for part in value if isinstance(part, Tensor)] if isinstance(value, (list, tuple)) else []
-        sizes = [len(part) for part in listed if part.is_floating_point() and part.ndim]
-        if len({*sizes}) > 1 == len({part.shape[1:] for part in listed}):
+        listed = [tensor for tensor in value if isinstance(tensor, Tensor)] if isinstance(value, (list, tuple)) else []
+        sizes = [len(tensor) for tensor in listed if tensor.is_floating_point() and tensor.ndim]
+        if len({*sizes}) > 1 == len({tensor.shape[1:] for tensor in listed}):
             raise DataError(
                 f"The argument {name!r} is a list of tensors of unequal lengths, {sizes!r:.60}, which the network may "
                 "pad. Pass them one at a time, x[None], with forward=lambda model, x: model([*x])."
             )
     paths = {name: path for name, value in called.items() for path, tensor in tensors.items() if tensor is value}
-    others = [value for name, value in called.items() if name not in paths]
+    unnamed = [value for name, value in called.items() if name not in paths]
     marked = any(re.search("len|mask|pad", name) or _COUNT.fullmatch(name) for name in called)
-    if not any(isinstance(value, (list, tuple)) or (marked and isinstance(value, Tensor)) for value in others):
-        known[structure] = paths
-    return own | called
+    if not any(isinstance(value, (list, tuple)) or (marked and isinstance(value, Tensor)) for value in unnamed):
+        cache[structure] = paths
+    return arguments | called
 
 
 def _called_with(batch: Batch, model: nn.Module) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def _called_with(batch: Batch, model: nn.Module) -> dict[str, Any]:
         return call(module, replace(batch, args=args, kwargs=kwargs))
 
     with restoring(model), contextlib.ExitStack() as hooks:
-        for part in (part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)):
-            hooks.callback(part.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            hooks.callback(part.register_forward_hook(end, always_call=True).remove)
+        for module in (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)):
+            hooks.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(end, always_call=True).remove)
         run(model, replace(batch, forward=forward))
     return named
 
@@ -172,15 +172,15 @@ def _lengths(arguments: Mapping[str, Any]) -> list[_Length]:
         akin = akin or ([] if _OF_ANOTHER.match(stem) else [*tokens.values()])
         least, most = float(values.min()), float(values.max())
         relative = values.is_floating_point() and most < 1.001  # as sums of rounded shares are
-        found = [of for of in akin if len(of) == len(values)]
+        tensors = [of for of in akin if len(of) == len(values)]
         counts = 0 < least <= most < math.inf and (relative or bool((values == values.round()).all()))
         together = any(float(values.sum()) in of.shape for of in akin)  # samples one after another in one axis
         if match.re is _COUNT:
-            found = [of for of in found if least < most and (most > 0.999 if relative else most in of.shape[1:])]
-        elif not (counts and found) and named_after and akin and least != most and not together:
+            tensors = [of for of in tensors if least < most and (most > 0.999 if relative else most in of.shape[1:])]
+        elif not (counts and tensors) and named_after and akin and least != most and not together:
             why = "no tensor has as many samples" if counts else "not every one is a positive whole number or share"
             raise _refusal(_Length(name, values, akin[0], relative, named_after), why)
-        lengths += [_Length(name, values, of, relative, named_after) for of in found if counts][:1]
+        lengths += [_Length(name, values, of, relative, named_after) for of in tensors if counts][:1]
     return lengths
 
 
@@ -218,8 +218,8 @@ def _axes(batch: Batch, model: nn.Module, lengths: Sequence[_Length]) -> Cuts:
     shortest = int(lengths[0].values.argmin())
 
     def outputs(axes: Sequence[int], ahead: int = 0) -> list[Tensor]:
-        first, *others = (along[shortest] for along in map(_Length.along, lengths, axes))
-        return tensors_of([run(model, _cut(batch, lengths, axes, (first + ahead, *others)).take([shortest]))])
+        first, *further = (along[shortest] for along in map(_Length.along, lengths, axes))
+        return tensors_of([run(model, _cut(batch, lengths, axes, (first + ahead, *further)).take([shortest]))])
 
     beyond: dict[tuple[int, ...], list[int]] = {}  # number of positions behind the longest sample
     for axes in itertools.product(*(range(1, length.of.ndim) for length in lengths)):
@@ -238,10 +238,10 @@ def _axes(batch: Batch, model: nn.Module, lengths: Sequence[_Length]) -> Cuts:
         return (), 0
 
     def complete(ahead: int) -> bool:
-        first, *rest = outputs(fitting[0], ahead)
-        return bool(first.shape[fitting[0][0]] >= max(lengths.max() for lengths in rest if lengths.ndim == 1))
+        first, *later = outputs(fitting[0], ahead)
+        return bool(first.shape[fitting[0][0]] >= max(lengths.max() for lengths in later if lengths.ndim == 1))
 
-    attributes = itertools.chain(*(vars(part).items() for part in model.modules()))
+    attributes = itertools.chain(*(vars(module).items() for module in model.modules()))
     if not any(_AHEAD.search(name) for name, value in attributes if isinstance(value, int) and value):
         return fitting[0], 0
     return fitting[0], bisect.bisect_left(range(beyond[fitting[0]][0]), True, key=complete)

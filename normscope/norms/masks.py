@@ -117,7 +117,7 @@ class _StreamWatch(TorchFunctionMode):
         normed = [origins for name in norms for origins in self._at[name]]
         streams: dict[Path, _Origins] = {}
         for path, calls in self._masked.items():
-            tokens = [[part for part in call if any(part & origins for origins in normed)] or [*call] for call in calls]
+            tokens = [[origin for origin in call if any(origin & norm for norm in normed)] or [*call] for call in calls]
             joined = [(len(call), frozenset[Path]().union(*call)) for call in tokens]
             # Tokens that are added to one another are of one stream.
             sure = [
@@ -130,15 +130,15 @@ class _StreamWatch(TorchFunctionMode):
             return next((path for path, stream in streams.items() if stream & origins), None)
 
         at = {name: {mask_of(origins) for origins in inputs} for name, inputs in self._at.items()}
-        of_output = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
+        whole = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
         within: dict[str, Path | None] = {}
-        for part in filter(None, self._modules):  # outer modules come first
-            inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
-            if len(inside - {of_output}) == len(inside) == 1 and not any(part.startswith(f"{top}.") for top in within):
-                within[part] = inside.pop()
+        for prefix in filter(None, self._modules):  # outer modules come first
+            inside = {mask for name in at if f"{name}.".startswith(f"{prefix}.") for mask in at[name]}
+            if len(inside - {whole}) == len(inside) == 1 and not any(prefix.startswith(f"{top}.") for top in within):
+                within[prefix] = inside.pop()
         named = {path for path in self._masks if path in self._masked or MASK.fullmatch(str(path[-1]))}
         torn = {path for name in norms if len(at[name]) > 1 for path in at[name] if path}
-        return _Masks(of_output, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
+        return _Masks(whole, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
 
 
 def masks_of(model: nn.Module, batch: Batch, tensors: Mapping[Path, Tensor]) -> _Masks:
@@ -183,8 +183,8 @@ def refuse_unclear_masks(arguments: Mapping[str, Any]) -> None:
 def _one_each_position(mask: Tensor, tensors: Collection[Tensor]) -> bool:
     """True for 0 or 1, ``(samples, positions)``, with axes of one perhaps, of another tensor; not if causal."""
     size, data = max(mask.shape[1:]), (mask != 0).flatten(1)
-    others = [value.shape for value in tensors if value is not mask]
-    if data.shape[1] != size or not any(shape[0] == len(mask) and size in shape[1:] for shape in others):
+    shapes = [value.shape for value in tensors if value is not mask]
+    if data.shape[1] != size or not any(shape[0] == len(mask) and size in shape[1:] for shape in shapes):
         return False
     causal = len(data) == size and any(torch.equal(data, half(data)) for half in (torch.tril, torch.triu))
     return not causal and torch.equal(data.view(mask.shape).to(mask.dtype), mask)

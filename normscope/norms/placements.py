@@ -49,14 +49,14 @@ def placements(calls: Sequence[TracedCall], traced: TracedPass) -> dict[str, str
 
     by_call = {call.name: placement_of(call) for call in calls}
     by_kind = {kind_of_site(name): placement for name, placement in reversed(by_call.items()) if placement}
-    found = {name: placement or by_kind.get(kind_of_site(name)) for name, placement in by_call.items()}
-    repeated = Counter(map(kind_of_site, found))
-    if any(found.values()):
-        for name in reversed(found):
-            if found[name] or repeated[kind_of_site(name)] > 1:
+    by_name = {name: placement or by_kind.get(kind_of_site(name)) for name, placement in by_call.items()}
+    repeated = Counter(map(kind_of_site, by_name))
+    if any(by_name.values()):
+        for name in reversed(by_name):
+            if by_name[name] or repeated[kind_of_site(name)] > 1:
                 break
-            found[name] = "final"
-    return found
+            by_name[name] = "final"
+    return by_name
 
 
 def _identity(tensor: Tensor) -> tuple[int, int] | None:

@@ -111,7 +111,7 @@ def is_norm(module: nn.Module) -> bool:
         return False
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         return False
-    if any(is_norm(part) for part in module.modules() if part is not module):
+    if any(is_norm(child) for child in module.modules() if child is not module):
         return False
     layers = any(parameter.ndim > 1 for child in module.children() for parameter in child.parameters())
     return not layers or _CALLED_A_NORM.search(name) is not None
@@ -135,9 +135,9 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
 
     A copy of a module of an unknown class is tried on noise.
     """
-    known = kind_of(module) or refusal(module)
-    if known is not None:
-        return known
+    listed = kind_of(module) or refusal(module)
+    if listed is not None:
+        return listed
     tensors = itertools.chain(module.parameters(), module.buffers())
     like = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.zeros(()))
     twin = copied(module).eval()
@@ -167,9 +167,9 @@ def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tupl
 
 def call_with(module: nn.Module, x: Tensor) -> Call:
     """Return arguments of a norm: x first, and None for others without a default."""
-    first, *others = inspect.signature(module.forward).parameters.values()
+    first, *further = inspect.signature(module.forward).parameters.values()
     variadic = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
-    absent = {p.name: None for p in others if p.default is p.empty and p.kind not in variadic}
+    absent = {p.name: None for p in further if p.default is p.empty and p.kind not in variadic}
     return ((), {first.name: x, **absent}) if first.kind is first.KEYWORD_ONLY else ((x,), absent)
 
 
@@ -177,18 +177,18 @@ def call_with(module: nn.Module, x: Tensor) -> Call:
 def ignored(module: nn.Module, x: Tensor) -> set[str]:
     """Return where a norm takes further tensors that change nothing, whatever its weights: as ``1`` and ``mask``."""
     twin, places = copied(module).eval(), set[str]()
-    for part in twin.parameters():  # which may be zeros at first
-        part.copy_(0.5 + torch.rand(part.shape, generator=torch.Generator().manual_seed(0)))
+    for parameter in twin.parameters():  # which may be zeros at first
+        parameter.copy_(0.5 + torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)))
 
-    def called(**others: Tensor) -> Tensor:
+    def called(**further: Tensor) -> Tensor:
         args, kwargs = call_with(twin, x.clone())
-        return twin(*args, **{**kwargs, **others})  # type: ignore[no-any-return]
+        return twin(*args, **{**kwargs, **further})  # type: ignore[no-any-return]
 
-    for place, name in list(enumerate(inspect.signature(module.forward).parameters))[1:]:
+    for position, name in list(enumerate(inspect.signature(module.forward).parameters))[1:]:
         values = (torch.zeros_like(x), x.flip(-1), torch.ones_like(x[..., 0]), torch.ones_like(x).bool())
         with contextlib.suppress(Exception):  # of code that is not ours
             if all(torch.equal(called(), called(**{name: value})) for value in values):
-                places |= {str(place), name}
+                places |= {str(position), name}
     return places
 
 
@@ -200,8 +200,8 @@ def _shapes_at(site: NormSite) -> Iterator[list[int]]:
     axes = (site.channel_axis,) if isinstance(site.channel_axis, int) else site.channel_axis
     heads = (site.channels // site.d, site.d) if len(axes) == 2 else (site.channels,)
     sizes = heads if site.grouped else site.normalized_shape
-    for others in (2, 3, 1):
-        shape = [2] + [3] * (len(axes) + others - 1)
+    for n_further in (2, 3, 1):
+        shape = [2] + [3] * (len(axes) + n_further - 1)
         if all(-len(shape) < axis < len(shape) for axis in axes):
             for axis, size in zip(axes, sizes, strict=True):
                 shape[axis] = size

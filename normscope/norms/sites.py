@@ -197,11 +197,11 @@ def _abbreviations(path: Sequence[str], n_words: int) -> Iterator[str]:
     text = ".".join(path)
     for pattern, replacement in _ABBREVIATIONS:
         text = re.sub(pattern, replacement, text)
-    parts = _words(text)
-    words = [n for n, part in enumerate(parts) if part != "*"]
-    for before in itertools.combinations(words[:-1], n_words - 1):
-        dropped = set(words[:-1]) - set(before)
-        yield ".".join(part for n, part in enumerate(parts) if n not in dropped)
+    words = _words(text)
+    indices = [n for n, word in enumerate(words) if word != "*"][:-1]
+    for before in itertools.combinations(indices, n_words - 1):
+        dropped = set(indices) - set(before)
+        yield ".".join(word for n, word in enumerate(words) if n not in dropped)
 
 
 def _numbered(kind: str, name: str) -> str:
@@ -232,7 +232,7 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         The sites in the order of their first calls, each once.
 
     Raises:
-        UsageError: if a part names no site, or if there are fewer sites than the number.
+        UsageError: if an entry names no site, or if there are fewer sites than the number.
 
     >>> from normscope.norms.sites import NormSite
     >>> names = [f"blocks.{i // 2}.norm{i % 2 + 1}" for i in range(8)] + ["norm"]
@@ -251,14 +251,14 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         layers = min(_FEW, len(sites))
     if isinstance(layers, int):
         return _along_depth(sites, layers)
-    chosen = {index for part in _parts(layers) if part for index in _matching(sites, part)}
+    chosen = {index for entry in _entries(layers) if entry for index in _matching(sites, entry)}
     if not chosen:
         raise UsageError(f"The layers {layers!r} name no norm site; for example: all, 4, '0,8,24', '4-11', '*.norm1'.")
     return [site for site in sites if site.index in chosen]
 
 
-def _parts(layers: str | Sequence[int | str]) -> list[str]:
-    return [part.strip() for part in (layers.split(",") if isinstance(layers, str) else map(str, layers))]
+def _entries(layers: str | Sequence[int | str]) -> list[str]:
+    return [entry.strip() for entry in (layers.split(",") if isinstance(layers, str) else map(str, layers))]
 
 
 def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:

@@ -40,7 +40,7 @@ class NormReport:
         shapes: shape of each site's input at its first call; empty if its only token is the whole input.
         overwriting: names of the sites that change their own input, so that a hook behind them does not see it.
         keeps_state: whether the pass changed a buffer.
-        of_weights: names of the sites whose input is computed from parameters alone: no token of theirs is padding.
+        weight_norms: names of the sites whose input is computed from parameters alone: no token of theirs is padding.
         positions: the number of positions in the padding mask of a sample, for sites that have such a mask.
         norm_modules: paths of the norm modules, inside which nothing is a site.
         sequences: names of the norm functions that the forward of each other module calls, in order.
@@ -52,7 +52,7 @@ class NormReport:
     shapes: dict[str, torch.Size] = field(repr=False)
     overwriting: frozenset[str] = frozenset()
     keeps_state: bool = False
-    of_weights: frozenset[str] = frozenset()
+    weight_norms: frozenset[str] = frozenset()
     positions: dict[str, int] = field(default_factory=dict, repr=False)
     norm_modules: frozenset[str] = frozenset()
     sequences: Mapping[str, Collection[tuple[str, ...]]] = field(default_factory=dict, repr=False)
@@ -116,7 +116,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
         },
         frozenset(call.name for call in calls if call.overwrites),
         traced.keeps_state,
-        frozenset(call.name for call in calls if call.of_weights),
+        frozenset(call.name for call in calls if call.on_weight),
         {name: mask.shape[1] for name, mask in masks.items() if mask is not None},
         frozenset((traced.named.keys() | kinds.keys()) - traced.with_sites),
         traced.sequences,
@@ -125,15 +125,15 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
 
 def _refuse_what_hooks_cannot_enter(model: nn.Module | torch.export.ExportedProgram) -> None:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    scripted = [getattr(part, "inlined_graph", "") for part in modules if isinstance(part, torch.jit.ScriptModule)]
+    scripted = [getattr(child, "inlined_graph", "") for child in modules if isinstance(child, torch.jit.ScriptModule)]
     if any(re.search(r"aten::(\w*norm|rsqrt)\b", str(graph)) for graph in scripted):
         raise ModelError(
             "The model is TorchScript where it normalizes, which hooks cannot enter; load that part as a module."
         )
     # Graphs of torch.export call operators; those of torch.fx.symbolic_trace call modules.
-    graphs = [part for part in modules if isinstance(part, torch.fx.GraphModule)]
-    graphs = [part for part in graphs if not any(map(is_norm, part.modules()))]
-    targets = [node.target for part in graphs for node in part.graph.nodes]
+    graphs = [graph for graph in modules if isinstance(graph, torch.fx.GraphModule)]
+    graphs = [graph for graph in graphs if not any(map(is_norm, graph.modules()))]
+    targets = [node.target for graph in graphs for node in graph.graph.nodes]
     operators = any(isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" for target in targets)
     if isinstance(model, torch.export.ExportedProgram) or operators:
         raise ModelError(
@@ -153,7 +153,7 @@ def _site(index: int, call: TracedCall, kind: NormKind, placement: str | None) -
         channel_axis=axes[0] if len(axes) == 1 else axes,
         channels=kind.channels(call.module, x),
         eps=kind.eps_of(call.module, x.dtype),
-        affine=any(part is not None for part in gain_and_shift(call.module)),
+        affine=any(parameter is not None for parameter in gain_and_shift(call.module)),
         placement=placement,
         calls=call.calls,
         tokens_per_sample=len(kind.rows(call.module, x)) * call.calls,

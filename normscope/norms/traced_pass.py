@@ -65,7 +65,7 @@ class TracedCall:
     kind: NormKind | str
     additions_before: int
     overwrites: bool = False
-    of_weights: bool = False
+    on_weight: bool = False
     pointwise: PointwiseParameters | None = None
     calls: int = 0
     arguments: set[str] = field(default_factory=set)  # of all calls, those that change what the norm does
@@ -114,7 +114,7 @@ class TracedPass(FunctionWatch):
         self._order = itertools.count()  # of the first calls of norms
         # A copy of the input of each running call, and the numbers of calls and additions before it.
         self._running: dict[str, list[tuple[Tensor | None, tuple[int, int]]]] = defaultdict(list)
-        self._of_weights = WeakTensorKeyDictionary()
+        self._weights = WeakTensorKeyDictionary()
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch, torn: Mapping[str, str] = MappingProxyType({})) -> TracedPass:
@@ -193,14 +193,14 @@ class TracedPass(FunctionWatch):
         if isinstance(result, Tensor):
             sources = tensors_of([args, kwargs])
             if sources and all(map(self.is_weight, sources)):
-                self._of_weights[result] = _version(result)
+                self._weights[result] = _version(result)
         return result
 
     def is_weight(self, value: Tensor) -> bool:
         """True if a tensor is a parameter or computed from parameters alone, and was not written to since."""
         if isinstance(value, nn.Parameter):
             return True
-        return value in self._of_weights and bool(self._of_weights[value] == _version(value))
+        return value in self._weights and bool(self._weights[value] == _version(value))
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         x = input_of(args, kwargs)
@@ -224,12 +224,12 @@ class TracedPass(FunctionWatch):
                 overwrites = x.layout == torch.strided and inseparable(x) is None and not torch.equal(x, copy)
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 args, kwargs = with_input(args, kwargs, copy if overwrites else x)
-                with gathered(module, args, kwargs) as own:
+                with gathered(module, args, kwargs) as inputs:
                     if isinstance(output, Tensor):
-                        call = self._observed(name, module, own, x, output, n_additions, contains_sites)
+                        call = self._observed(name, module, inputs, x, output, n_additions, contains_sites)
                         call.overwrites |= overwrites
                     elif name not in self.named.keys() | self.tensorless and normalizes_first(
-                        module, own, input_of(*own), output
+                        module, inputs, input_of(*inputs), output
                     ):
                         self.torn[name] = NOT_ONE_TENSOR
         if call is None:
@@ -253,29 +253,29 @@ class TracedPass(FunctionWatch):
         del self._here.norms_called[n_called:], self.additions[n_additions:]
 
     def _observed(
-        self, name: str, module: nn.Module, own: _Arguments, x: Tensor, output: Tensor, before: int, around_sites: bool
+        self, name: str, module: nn.Module, args: _Arguments, x: Tensor, output: Tensor, before: int, around_sites: bool
     ) -> TracedCall:
         """Return the record of a suspect's calls, with one more that took and returned a tensor.
 
-        ``own`` are its arguments with whole tensors on its device; there were ``before`` additions before it.
+        ``args`` are its arguments with whole tensors on its device; there were ``before`` additions before it.
         """
         call, result = self.calls.get(name), whole(output, like=x)
         if call is None:
             kind: NormKind | str = _ONLY_WEIGHS  # as are the sites within a module that learns nothing
             if name in self.named or not around_sites or list(module.parameters()):
-                of_class = (call.kind for call in reversed(self.calls.values()) if type(call.module) is type(module))
-                kind = _resolve(module, *own, result, next((k for k in of_class if isinstance(k, NormKind)), None))
+                same_class = (call.kind for call in reversed(self.calls.values()) if type(call.module) is type(module))
+                kind = _resolve(module, *args, result, next((k for k in same_class if isinstance(k, NormKind)), None))
             pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
             call = TracedCall(next(self._order), name, module, x, output, kind, before, pointwise=pointwise)
-            call.of_weights = True
+            call.on_weight = True
         elif isinstance(call.kind, NormKind) and kind_of(module) is None and not inseparable(x):
-            own_x = input_of(*own)
-            if own_x is None or not reproduced(call.kind, module, own_x, result):
+            whole_x = input_of(*args)
+            if whole_x is None or not reproduced(call.kind, module, whole_x, result):
                 self._differing.add(name)
         call.kind = inseparable(x) or call.kind  # its own calls with the parts came first
-        call.of_weights &= self.is_weight(x)
+        call.on_weight &= self.is_weight(x)
         if call.is_site:
-            call.arguments.add(_decisive(module, *own))
+            call.arguments.add(_decisive(module, *args))
             call.kind = _ARGUMENTS_DIFFER if len(call.arguments) > 1 else call.kind
         return call
 
@@ -293,7 +293,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
             continue
         if is_norm(module):
             named[name] = module
-        elif is_small(module) and not any(is_norm(part) and list(part.parameters()) for part in module.modules()):
+        elif is_small(module) and not any(is_norm(child) and list(child.parameters()) for child in module.modules()):
             unnamed[name] = module
     return named, unnamed
 
@@ -329,25 +329,25 @@ def _resolve(
     assert x is not None  # noqa: S101 - as the module was called with a tensor
     if reason := inseparable(x):
         return reason
-    known = kind_of(module) or refusal(module)
-    if known is None:
+    listed = kind_of(module) or refusal(module)
+    if listed is None:
         places = ignored(module, x) if len(tensors_of([args, kwargs])) > 1 else ()
-        args = tuple(None if str(place) in places else value for place, value in enumerate(args))
+        args = tuple(None if str(position) in places else value for position, value in enumerate(args))
         kwargs = {name: None if name in places else value for name, value in kwargs.items()}
         if like is not None and (same := shared(like, module, (args, kwargs), x, output)):
             return same
         if not is_norm(module):
             return tried(module, (args, kwargs), x, output) or _ONLY_WEIGHS
-        found = identified(module, (args, kwargs), x, output, ancestor_kind(module))
+        kind = identified(module, (args, kwargs), x, output, ancestor_kind(module))
         floating = output.is_floating_point() and x.is_floating_point()
-        if isinstance(found, str) and floating and torch.finfo(output.dtype).eps > torch.finfo(x.dtype).eps:
+        if isinstance(kind, str) and floating and torch.finfo(output.dtype).eps > torch.finfo(x.dtype).eps:
             return f"it returns {str(output.dtype)[6:]} for {str(x.dtype)[6:]}, of too few digits to find its form"
-        return found
-    if isinstance(known, NormKind) and known.groups is not None:
-        channels, features = known.channels(module, x), getattr(module, "num_features", None)
+        return kind
+    if isinstance(listed, NormKind) and listed.groups is not None:
+        channels, features = listed.channels(module, x), getattr(module, "num_features", None)
         if features not in (None, channels):  # as InstanceNorm allows where it has no weight
             return f"it was made for {features} channels and takes {channels}"
-    return known
+    return listed
 
 
 def _decisive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -137,15 +137,15 @@ class Trial:
 
     def elementwise(self) -> bool:
         """True if each element of the output depends on the same element of the input alone."""
-        x, others = self.noise(), self.noise(1)
+        x, replacement = self.noise(), self.noise(1)
         keep = self.noise(2) > 0
-        return bool(torch.equal(self(x)[keep], self(x.where(keep, 9 * others))[keep]))
+        return bool(torch.equal(self(x)[keep], self(x.where(keep, 9 * replacement))[keep]))
 
     def ignores_scale(self) -> bool:
         """True if the output stays as it is while an input doubles, but follows small changes of it in small steps."""
-        x, other = self.noise(), self.noise(1)
+        x, step = self.noise(), self.noise(1)
         for scale in (_SATURATING, _LARGE):  # a norm's outputs differ by less than a thousandth
-            single, double, near = (self(scale * values) for values in (x, 2 * x, x + 1e-3 * other))
+            single, double, near = (self(scale * values) for values in (x, 2 * x, x + 1e-3 * step))
             if not bool((double - single).abs().mean() < 0.01 * single.abs().mean()):
                 return False
         moved, size = (near - single).abs(), single.abs().mean()  # a softmax or a saturated function jumps, or stays
@@ -170,8 +170,8 @@ def _readers(module: nn.Module) -> Iterator[tuple[str, int, OfChannels]]:
 
             def read(module: nn.Module, name: str = name, of: Any = transform) -> Tensor:
                 path, _, last = name.rpartition(".")
-                own: Tensor = getattr(module.get_submodule(path), last)
-                return of(own.detach().float().flatten())  # type: ignore[no-any-return]
+                tensor: Tensor = getattr(module.get_submodule(path), last)
+                return of(tensor.detach().float().flatten())  # type: ignore[no-any-return]
 
             yield name, tensor.numel(), read
 
@@ -187,16 +187,16 @@ def _tensor_of(
     trivial = _alike(values, torch.zeros_like(values), within) or _alike(values, torch.ones_like(values), within)
     sized = [reader for reader in _readers(module) if reader[0] not in used and reader[1] in (1, len(values))]
     for name, size, read in sorted(sized, key=lambda named: (named[1] == 1) == wide):
-        own = read(module).to(values) if signed else read(module).to(values).abs()
-        if _alike(values, own, within) and (not trivial or (size > 1) == wide or "alpha" in name):  # as at first
+        expected = read(module).to(values) if signed else read(module).to(values).abs()
+        if _alike(values, expected, within) and (not trivial or (size > 1) == wide or "alpha" in name):  # as at first
             used.add(name)
             return read
     return None
 
 
-def _alike(values: Tensor, own: Tensor, within: Tensor | float) -> bool:
+def _alike(values: Tensor, expected: Tensor, within: Tensor | float) -> bool:
     """True if numbers are equal to measured ones, where those are no NaN, within what a trial can tell."""
-    return bool(((values - own).abs() <= _SAME * values.abs() + within)[~values.isnan()].all())
+    return bool(((values - expected).abs() <= _SAME * values.abs() + within)[~values.isnan()].all())
 
 
 def _constant(values: Tensor, within: Tensor | float) -> OfChannels:
@@ -248,7 +248,7 @@ def _pointwise(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> Norm
         return None
     levels = (torch.full_like(like, level) for level in (0.25, 0.75))
     quartiles = [_bisected(lambda t: ((trial(t) - low) / rise).nan_to_num(), level) for level in levels]
-    measured = [*(part.where(alive, math.nan) for part in quartiles), low, rise]
+    measured = [*(values.where(alive, math.nan) for values in quartiles), low, rise]
     width = float((measured[1] - measured[0]).nanmedian())
     single = Trial(module, call, x, _FEW, torch.float32)
     probes = [(probe, single(probe)) for probe in (single.noise() * bend * width for bend in _BENDS)]
@@ -268,7 +268,7 @@ def _pointwise_kinds(
     Before each come whether α is no tensor of the module, and whether it is one without being a tensor.
     """
     places = [axis for axis in (-1, 1, -2) if axis in range(-measured[0].ndim, measured[0].ndim)]
-    rows = {axis: torch.stack([part.movedim(axis, -1).flatten(0, -2) for part in measured]) for axis in places}
+    rows = {axis: torch.stack([values.movedim(axis, -1).flatten(0, -2) for values in measured]) for axis in places}
     axes = [axis for axis in places if torch.allclose(rows[axis], rows[axis][:, :1], rtol=_SAME, equal_nan=True)][:1]
     for axis, curve in itertools.product(axes, CURVES.values()):
         if not curve.bounded or curve.amplitude_is_inverse_scale or curve.shifted:
@@ -278,31 +278,31 @@ def _pointwise_kinds(
         alpha, gain = (u_above - u_below) / (above - below), rise / (f_high - f_low)
         shift, bias = u_below - alpha * below, low - f_low * gain
         within = _SAME * (low.abs() + rise.abs())
-        x, out = (part.movedim(axis, -1).flatten(0, -2) for part in drawn)
+        x, out = (values.movedim(axis, -1).flatten(0, -2) for values in drawn)
         if bool(((gain * curve.function(alpha * x + shift) + bias - out).abs() > 1e-3 * rise.abs()).any()):
             continue
         used: set[str] = set()
         own_alpha = _tensor_of(module, alpha, 0.0, used, wide=False, signed=not curve.zero_centred)
         if own_alpha is not None:  # of either sign, as f(αx + s) is −f(−αx − s)
             sign = own_alpha(module).to(alpha).sign()
-            alpha, shift, gain = (sign * part for part in (alpha, shift, gain))
+            alpha, shift, gain = (sign * values for values in (alpha, shift, gain))
         read_gain, read_bias = (
-            _tensor_of(module, part, within, used) or _constant(part, within) for part in (gain, bias)
+            _tensor_of(module, values, within, used) or _constant(values, within) for values in (gain, bias)
         )
         own_shift = _tensor_of(module, shift, _SAME, used, wide=False)
         read_shift = own_shift or _constant(shift, _SAME)
         readers = (own_alpha or _constant(alpha, 0.0), read_shift, read_gain)
         shifted = own_shift is not None or bool(read_shift(module).any())
-        function = next((other for other in CURVES.values() if shifted and other.shift_of == curve.name), curve)
+        function = next((entry for entry in CURVES.values() if shifted and entry.shift_of == curve.name), curve)
 
         def parts(module: nn.Module, readers: Any = readers) -> tuple[Tensor, Tensor, Tensor]:
             alpha, shift, gain = (read(module) for read in readers)
             return alpha, shift, gain
 
         affine, name = measured_affine(read_gain, read_bias), type(module).__name__
-        one = own_alpha is None and not shifted and bool(((alpha - 1).abs() < _SAME).all())
+        unit = own_alpha is None and not shifted and bool(((alpha - 1).abs() < _SAME).all())
         kind = pointwise_function(name, function, axes=(axis,), parts=parts, affine=affine)
-        yield own_alpha is None, one, kind
+        yield own_alpha is None, unit, kind
 
 
 # Norms.
@@ -324,7 +324,7 @@ def identified(module: nn.Module, call: Call, x: Tensor, output: Tensor, ancesto
         trial = Trial(module, call, x)
         if torch.allclose(trial(trial.noise()), trial(trial.noise(1)), rtol=_SAME, atol=0):
             return _HIDDEN
-        probes, ladder = (_probes(module, call, x, which) for which in (_PROBES, _LADDER))
+        probes, ladder = (_probes(module, call, x, scales) for scales in (_PROBES, _LADDER))
         for kind in _candidates(module, trial, ancestor, ladder):
             if all(_fits(kind, module, *probe) for probe in probes):
                 return _as_called(kind, module, x, output)
@@ -453,7 +453,7 @@ def _measured(module: nn.Module, trial: Trial, layout: NormKind) -> Iterator[tup
     """
     probes = [_LARGE * (3 + trial.noise(seed)) for seed in range(_DRAWS)]
     x, out = (
-        torch.cat([layout.rows(module, part) for part in parts]).double() for parts in (probes, map(trial, probes))
+        torch.cat([layout.rows(module, tensor) for tensor in parts]).double() for parts in (probes, map(trial, probes))
     )
     groups, channels, d = layout.groups(module) if layout.groups else 1, layout.channels(module, probes[0]), x.shape[1]
     if d < 2 or any(parameter.numel() not in (1, d, channels) for parameter in module.parameters(recurse=False)):
@@ -496,14 +496,14 @@ def _with_affine(
     for affine in (scale_and_shift, unit_offset, unit_length) if kind.groups is None else (kind.affine,):
         with contextlib.suppress(RuntimeError):  # of sizes that do not fit
             named = replace(kind, affine=affine)
-            own = torch.stack(named.gain_and_offset(module, len(gain))).to(gain)
-            if _alike(torch.stack([gain, shift]), own, within):
+            expected = torch.stack(named.gain_and_offset(module, len(gain))).to(gain)
+            if _alike(torch.stack([gain, shift]), expected, within):
                 yield 0, named
                 return
     containers = (nn.ParameterList, nn.ParameterDict)
-    parts = {name for name, part in module.named_modules() if name and not isinstance(part, containers)}
-    used = {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in parts}
-    own_gain, own_shift = (_tensor_of(module, part, within, used) for part in (gain, shift))
+    paths = {name for name, child in module.named_modules() if name and not isinstance(child, containers)}
+    used = {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in paths}
+    own_gain, own_shift = (_tensor_of(module, values, within, used) for values in (gain, shift))
     plain = any(_alike(gain, gain.new_tensor(root), 0.0) for root in (1, d**-0.5, d**0.5))
     read_gain, read_shift = own_gain or _constant(gain, within), own_shift or _constant(shift, within)
     unexplained = (own_gain is None and not plain) + (own_shift is None and bool(read_shift(module).any()))
@@ -516,7 +516,7 @@ def _with_eps(module: nn.Module, kind: NormKind, ladder: Sequence[tuple[Tensor, 
     """Yield a kind with the eps that explains how much its output shrinks on noise, in each place that eps may have."""
     form, shrunk = kind.form, _shrunk(module, kind, ladder)
     variants = [
-        other for other in FORMS.values() if form and form == replace(other, name=form.name, eps_at=form.eps_at)
+        entry for entry in FORMS.values() if form and form == replace(entry, name=form.name, eps_at=form.eps_at)
     ]
     if shrunk is not None:
         d, root, bound = shrunk
@@ -542,7 +542,7 @@ def _shrunk(
     """
     best, distance = None, math.inf
     for probe, output in ladder:
-        rows, out = (kind.rows(module, part).double() for part in (probe, output))
+        rows, out = (kind.rows(module, tensor).double() for tensor in (probe, output))
         y, rstd = kind.normalize(module, rows, 0.0)
         offset = kind.affine(module, torch.zeros_like(y))
         full = kind.affine(module, y) - offset
@@ -555,10 +555,10 @@ def _shrunk(
 
 def _own_eps(module: nn.Module, measured: float, d: int) -> Any:
     """Return a measured eps: as a reader of the module's number that it is, for ‖x‖ or its mean square; or rounded."""
-    numbers = (torch.finfo(torch.float32).eps, *vars(module).values())  # the first is that of F.rms_norm(x, shape)
-    own: list[tuple[float, Any]] = [(value, value) for value in numbers if isinstance(value, float)]
-    own += [(float(read(module)), read) for _, size, read in _readers(module) if size == 1]
-    matches = itertools.product(own, (1.0, 1 / d, d**-0.5, d**0.5))
+    attributes = (torch.finfo(torch.float32).eps, *vars(module).values())  # the first is that of F.rms_norm(x, shape)
+    numbers: list[tuple[float, Any]] = [(value, value) for value in attributes if isinstance(value, float)]
+    numbers += [(float(read(module)), read) for _, size, read in _readers(module) if size == 1]
+    matches = itertools.product(numbers, (1.0, 1 / d, d**-0.5, d**0.5))
     matching = (pair for pair in matches if math.isclose(pair[1] * pair[0][0], measured, rel_tol=_ROUND))
     if (match := next(matching, None)) is not None:
         (_, source), factor = match

@@ -175,7 +175,7 @@ def captured(
             for batch in chunk.batches:
                 recorder.run(batch, chunk.numbers[0])
                 samples.add(len(batch.samples))
-            recorder.progress.done.update(chunk.numbers)
+            recorder.progress.processed.update(chunk.numbers)
             recorder.progress.left_out.add(chunk)
             if checkpoints is not None:
                 checkpoints.after_chunk()

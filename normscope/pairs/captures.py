@@ -52,8 +52,8 @@ class Capture(Tabled):
 
     def __repr__(self) -> str:
         pairs = sorted({stats.n_pairs for stats in self.stats.values()}) or [0]
-        each = f"{pairs[0]:,} pairs each" if len(pairs) == 1 else f"{pairs[0]:,} to {pairs[-1]:,} pairs"
-        parts = [count(len(self.sites), "site"), count(self.n_samples, "sample"), each if self.stats else "no pairs"]
+        n_pairs = f"{pairs[0]:,} pairs each" if len(pairs) == 1 else f"{pairs[0]:,} to {pairs[-1]:,} pairs"
+        parts = [count(len(self.sites), "site"), count(self.n_samples, "sample"), n_pairs if self.stats else "no pairs"]
         return f"Capture {self.about['model']}: {', '.join(parts + [without_first(self.skip)] * (self.skip > 0))}"
 
     def only(self, layers: Layers) -> Capture:
@@ -117,7 +117,7 @@ def added(first: Capture, second: Capture) -> Capture:
     """Merge without checks; while captures are under way, sites and parts may be in one of them only."""
     sites = {site.name: site for site in (*second.sites, *first.sites)}
     stats = _union(first.stats, second.stats, PairStats.merge)
-    about = {**first.about, "data": joined_names(*(each.about.get("data", "") for each in (first, second)))}
+    about = {**first.about, "data": joined_names(*(capture.about.get("data", "") for capture in (first, second)))}
     if first.about.get("part") != second.about.get("part"):
         about.pop("part", None)
     return Capture(
@@ -141,8 +141,8 @@ def without_first(skip: int) -> str:
 
 def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]]) -> dict[str, PairStats]:
     """Return the sums of each site over the parts that have it, by its name; sites that no part has are omitted."""
-    of_parts = {site.name: [stats[site.name] for stats in parts if site.name in stats] for site in sites}
-    return {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
+    by_site = {site.name: [stats[site.name] for stats in parts if site.name in stats] for site in sites}
+    return {name: functools.reduce(PairStats.merge, stats) for name, stats in by_site.items() if stats}
 
 
 def shared_input(first: Capture, second: Capture) -> str | None:
@@ -180,9 +180,9 @@ def _difference_of_sites(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -
     names = [{site.name for site in sites} for sites in (mine, theirs)]
     if alone := [site.name for site in (*mine, *theirs) if site.name in names[0] ^ names[1]]:
         return f"{alone[0]} is in one alone"
-    for ours, others in zip(mine, theirs, strict=True):
+    for ours, counterpart in zip(mine, theirs, strict=True):
         for name, value in vars(ours).items():
-            differing = getattr(others, name)
+            differing = getattr(counterpart, name)
             if name == "normalized_shape" and ours.grouped:  # which depends on the length of the first sample
                 value, differing = value[:1], differing[:1]
             if name != "tokens_per_sample" and value != differing:
@@ -196,9 +196,9 @@ def versions(model: nn.Module) -> dict[str, str]:
     >>> list(versions(nn.LayerNorm(4)))
     ['python', 'normscope', 'torch', 'numba']
     """
-    packages = sorted({type(part).__module__.partition(".")[0] for part in model.modules()})
-    found = {package: _version(package) for package in dict.fromkeys(("normscope", "torch", "numba", *packages))}
-    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
+    packages = sorted({type(module).__module__.partition(".")[0] for module in model.modules()})
+    installed = {package: _version(package) for package in dict.fromkeys(("normscope", "torch", "numba", *packages))}
+    return {"python": platform.python_version()} | {name: version for name, version in installed.items() if version}
 
 
 @functools.cache  # reading them takes a tenth of a probe

@@ -79,10 +79,10 @@ class Checkpoints:
                 f"{self.folder} is of another capture: its number of ranks is at least {n_ranks}, not {ranks.size}. Go "
                 f"on with as many, or remove it to begin anew."
             )
-        done = InputSet()
-        for flags in ranks.gather_bytes(recorder.progress.done.flags):
-            done.update(InputSet(flags))
-        return done
+        processed = InputSet()
+        for flags in ranks.gather_bytes(recorder.progress.processed.flags):
+            processed.update(InputSet(flags))
+        return processed
 
     @property
     def exist(self) -> bool:
@@ -98,7 +98,7 @@ class Checkpoints:
         """
         if self.stopping():
             self._write()
-            inputs = count(len(self._recorder.progress.done), "input")
+            inputs = count(len(self._recorder.progress.processed), "input")
             raise StoppedError(
                 f"Stopped. What was captured so far, {inputs}{'' if self._ranks.size == 1 else ' of this rank'}, is "
                 f"kept in {self.folder}; the same command with --resume goes on."

@@ -60,8 +60,8 @@ class KeptTokens:
     def joined(self, later: KeptTokens) -> KeptTokens:
         """Append the tokens of a later call of the norm; calls of one layout are numbered along a first axis."""
         both = {name: torch.cat([getattr(self, name), getattr(later, name)]) for name in _PER_TOKEN}
-        calls, rest = divmod(len(both["sigma"]), math.prod(later.shape))
-        alike = not rest and later.shape == self.shape[-len(later.shape) :]
+        calls, remainder = divmod(len(both["sigma"]), math.prod(later.shape))
+        alike = not remainder and later.shape == self.shape[-len(later.shape) :]
         return KeptTokens((calls, *later.shape) if alike else (len(both["sigma"]),), **both)
 
 
@@ -114,14 +114,14 @@ def first_inputs(inputs: Iterable[KeptInput], number: int | None = None) -> list
     parts: dict[tuple[str, str], list[KeptInput]] = {}
     for kept in sorted(by_key.values(), key=lambda kept: kept.sample.index):
         parts.setdefault(kept.key[:2], []).append(kept)
-    return [kept for of_part in parts.values() for kept in of_part[:number]]
+    return [kept for group in parts.values() for kept in group[:number]]
 
 
 class InputKeeper:
     """Records the tokens of a few inputs while batches run.
 
     Attributes:
-        running: samples of the running batch that are kept, with their place in it.
+        running: samples of the running batch that are kept, each with its index in the batch.
     """
 
     def __init__(self, number: int, previews: Previews) -> None:
@@ -133,16 +133,16 @@ class InputKeeper:
     def begin(self, batch: Batch, kept: Sequence[KeptInput]) -> list[KeptInput]:
         """Return the kept inputs with those of a batch; an input of a pass that ran in part keeps its tokens."""
         self.running, self._samples = [], len(batch.samples)
-        for place, sample in enumerate(batch.samples if self._number else ()):
+        for row, sample in enumerate(batch.samples if self._number else ()):
             key = batch.part, sample.data, sample.index
             if not any(earlier.key == key for earlier in kept):
                 rivals = [earlier.sample.index for earlier in kept if earlier.key[:2] == key[:2]]
                 if len(rivals) >= self._number and sample.index > max(rivals):
                     continue
-                if (preview := self._previews(batch, place)) is None:
+                if (preview := self._previews(batch, row)) is None:
                     continue
                 kept = first_inputs([*kept, KeptInput(sample, batch.part, preview)], self._number)
-            self.running += [(place, running) for running in kept if running.key == key]
+            self.running += [(row, running) for running in kept if running.key == key]
         return list(kept)
 
     def add(self, site: NormSite, rows: Tensor, lines: Lines, layout: Sequence[int], valid: Tensor | None) -> None:
@@ -158,10 +158,10 @@ class InputKeeper:
         # The first axis is longer than the samples where a network puts windows there; axes of size 1 are omitted.
         shape = tuple(size for size in (layout[0] // self._samples, *layout[1:]) if size != 1) or (1,)
         per_sample = math.prod(shape)
-        for place, kept in self.running:
-            within = slice(place * per_sample, (place + 1) * per_sample)
+        for row, kept in self.running:
+            within = slice(row * per_sample, (row + 1) * per_sample)
             x = rows[within].float().double()
-            shift, rstd = (of_rows.flatten() for of_rows in lines.of(x, within))
+            shift, rstd = (values.flatten() for values in lines.of(x, within))
             sigma = 1 / rstd
             finite = sigma.isfinite() & shift.isfinite() & x.isfinite().all(1)
             if valid is not None:
@@ -200,9 +200,9 @@ def pack_inputs(
         drawn = {name: shown.pop(name) for name in _DRAWN}
         tensors |= {f"input/{number}.{name}": tensor for name, tensor in drawn.items() if tensor is not None}
         tokens = {str(site.index): kept.tokens[site.name] for site in sites if site.name in kept.tokens}
-        for index, of_site in tokens.items():
-            tensors |= {f"input/{number}/{index}.{name}": getattr(of_site, name) for name in _PER_TOKEN}
-        shapes = {index: of_site.shape for index, of_site in tokens.items()}
+        for index, at_site in tokens.items():
+            tensors |= {f"input/{number}/{index}.{name}": getattr(at_site, name) for name in _PER_TOKEN}
+        shapes = {index: at_site.shape for index, at_site in tokens.items()}
         entries.append(asdict(_Stored(kept.sample, kept.part, **shown, tokens=shapes)))
     return entries, {name: tensor.contiguous() for name, tensor in tensors.items()}
 

@@ -25,13 +25,13 @@ class CaptureProgress:
     Attributes:
         capture: its parts contain the sums so far, one part without a name among them; the whole is summed in the end.
         first: least number of an input of each part, by which parts are ordered.
-        done: inputs that are in the sums, or could not be read.
+        processed: inputs that are in the sums, or could not be read.
         left_out: inputs that reading omitted.
     """
 
     capture: Capture
     first: dict[str, int] = field(default_factory=dict)
-    done: InputSet = field(default_factory=InputSet)
+    processed: InputSet = field(default_factory=InputSet)
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def part(self, name: str, number: int) -> Capture:
@@ -45,7 +45,7 @@ class CaptureProgress:
         least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
         merged = CaptureProgress(added(self.capture, other.capture), {**other.first, **least})
         for progress in (self, other):
-            merged.done.update(progress.done)
+            merged.processed.update(progress.processed)
             merged.left_out.add(progress.left_out)
         return merged
 
@@ -63,13 +63,13 @@ def pack_progress(progress: CaptureProgress) -> tuple[dict[str, Any], dict[str, 
     header, tensors = pack(progress.capture)
     unreadable = list(progress.left_out.unreadable.items())
     header |= {"first": progress.first, "unreadable": unreadable, "cut": progress.left_out.cut}
-    return header, tensors | {"done": bytes_as_tensor(progress.done.flags)}
+    return header, tensors | {"done": bytes_as_tensor(progress.processed.flags)}
 
 
 def unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CaptureProgress:
     stored = converted(_Stored, header, "progress")
-    done = InputSet(tensors["done"].numpy().tobytes())
-    return CaptureProgress(unpack(header, tensors), stored.first, done, LeftOut(dict(stored.unreadable), stored.cut))
+    processed, left_out = InputSet(tensors["done"].numpy().tobytes()), LeftOut(dict(stored.unreadable), stored.cut)
+    return CaptureProgress(unpack(header, tensors), stored.first, processed, left_out)
 
 
 def merge_progress(progress: CaptureProgress, ranks: Ranks) -> CaptureProgress:

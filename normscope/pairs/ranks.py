@@ -101,12 +101,12 @@ class Ranks:
             **{name: list(map(asdict, getattr(report, name))) for name in ("sites", "skipped")},
             "shapes": report.shapes,
         }
-        found = next(filter(None, self.gather(message)), None)
-        if found is None:
+        norms = next(filter(None, self.gather(message)), None)
+        if norms is None:
             raise DataError("There is no batch to run the model on.")
-        sites = [converted(NormSite, site, "norm site") for site in found["sites"]]
-        shapes = {name: torch.Size(shape) for name, shape in found["shapes"].items()}
-        return report or NormReport(sites, [SkippedNorm(**norm) for norm in found["skipped"]], {}, shapes)
+        sites = [converted(NormSite, site, "norm site") for site in norms["sites"]]
+        shapes = {name: torch.Size(shape) for name, shape in norms["shapes"].items()}
+        return report or NormReport(sites, [SkippedNorm(**norm) for norm in norms["skipped"]], {}, shapes)
 
 
 def bytes_as_tensor(data: bytes) -> Tensor:
@@ -118,14 +118,14 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def process_group(place: Process) -> Iterator[Ranks]:
+def process_group(process: Process) -> Iterator[Ranks]:
     """Join the processes that torchrun started in the block; alone without torchrun."""
-    if place.alone:
+    if process.alone:
         yield ALONE
         return
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
     # The groups of the model before and of ranks before a restart left their addresses in the store.
-    store = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"normscope, restart {process.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
     with _lost_ranks():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE)
     try:

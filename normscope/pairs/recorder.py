@@ -267,7 +267,7 @@ class Recorder:
                 "size at a time."
             )
         mask, valid = current.batch.valid_at(site.path), None
-        axis = self._axes.of_samples(name, x.shape, len(samples), mask)
+        axis = self._axes.sample_axis(name, x.shape, len(samples), mask)
         if mask is not None and current.padded:
             if (packed := self._axes.packed(site, kind, module, x, axis, mask)) is not None:
                 x, output, axis = padded(x, packed, mask), padded(output, packed, mask), 0
@@ -286,7 +286,7 @@ class Recorder:
             rows, valid = rows.cpu(), None if valid is None else valid.cpu()
         positions = self._positions(name, x.shape, axis, valid, rows.device)
         if positions is not None and self.options.skip:
-            behind = positions.of_tokens >= self.options.skip
+            behind = positions.numbers >= self.options.skip
             valid = behind if valid is None else behind & valid
         if site.pointwise and name not in self._pointwise:
             self._pointwise[name] = kind.pointwise(module)
@@ -342,8 +342,8 @@ class Recorder:
             axes, along = layout
             sizes = tuple(shape[axis] for axis in axes)
             if sizes[0] == n_samples and batch_axis in ((0, axes[0]) if n_samples == 1 else axes[:1]):
-                of_tokens = positions_along(sizes, along, device, valid)
-                return Positions(of_tokens, self.options.skip, math.prod(sizes) // max(sizes[along], 1))
+                numbers = positions_along(sizes, along, device, valid)
+                return Positions(numbers, self.options.skip, math.prod(sizes) // max(sizes[along], 1))
         if self.options.skip:
             refuse_skipping([(name, f"its input {tuple(shape)} has no axes of samples and of positions")])
         return None

@@ -154,15 +154,15 @@ def pack(capture: Capture) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return header, tensors
 
 
-def _described(part: Capture) -> dict[str, Any]:
-    about = {key: str(value) for key, value in part.about.items()}
-    sites = [asdict(site) | {"sources": asdict(part.stats[site.name].sources)} for site in _summed(part)]
-    return {"about": about, "n_samples": part.n_samples, "sites": sites}
+def _described(capture: Capture) -> dict[str, Any]:
+    about = {key: str(value) for key, value in capture.about.items()}
+    sites = [asdict(site) | {"sources": asdict(capture.stats[site.name].sources)} for site in _summed(capture)]
+    return {"about": about, "n_samples": capture.n_samples, "sites": sites}
 
 
-def _summed(part: Capture) -> list[NormSite]:
+def _summed(capture: Capture) -> list[NormSite]:
     """Sites that have sums, as not all of a capture under way do."""
-    return [site for site in part.sites if site.name in part.stats]
+    return [site for site in capture.sites if site.name in capture.stats]
 
 
 def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
@@ -176,10 +176,10 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
     for name, grid in _GRIDS.items():
         if stored.grids.get(name) != grid:
             raise ValueError(f"it was summed on another grid: {name} {stored.grids.get(name)!r}, not {grid!r}")
-    of_sites: dict[str, dict[str, Tensor]] = {}
+    by_site: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         site, _, name = full_name.partition(".")
-        of_sites.setdefault(site, {})[name] = tensor
+        by_site.setdefault(site, {})[name] = tensor
     parts: dict[str, Capture] = {}
 
     def capture_of(part: _Part, prefix: str | None) -> Capture:
@@ -189,12 +189,12 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
         else:
             sources = [converted(SourcesSeen, entry["sources"], "sources of a site") for entry in part.sites]
             stats = {
-                site.name: unpack_sums(site, seen, stored.seed, of_sites[f"{prefix}{site.index}"])
+                site.name: unpack_sums(site, seen, stored.seed, by_site[f"{prefix}{site.index}"])
                 for site, seen in zip(sites, sources, strict=True)
             }
         about = {key: str(value) for key, value in part.about.items()}
-        rest = (stored.seed, stored.versions)
-        return Capture(about, sites, stored.skipped, stats, part.n_samples, *rest, skip=stored.skip)
+        common = (stored.seed, stored.versions)
+        return Capture(about, sites, stored.skipped, stats, part.n_samples, *common, skip=stored.skip)
 
     for number, entry in enumerate(stored.parts):
         parts[entry.name] = capture_of(entry, f"{number}/")

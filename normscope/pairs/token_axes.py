@@ -11,7 +11,7 @@ from normscope.norms.sites import NormSite
 from normscope.norms.trace import NormReport
 
 
-def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
+def batch_axis(single: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
     """Find the axis that grew with the number of samples, which need not be the first.
 
     It may also count the positions of all samples, which may have other lengths than the first sample. None if there is
@@ -19,16 +19,14 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
     """
     if n_samples == 1:
         return 0
-    if len(of_one_sample) != len(shape):
+    if len(single) != len(shape):
         return None
     counts = {n_samples * positions} if positions else set()
-    grown = [axis for axis, size in enumerate(of_one_sample) if shape[axis] in {size * n_samples, *counts}]
-    return min(grown, key=lambda axis: of_one_sample[axis], default=None)
+    grown = [axis for axis, size in enumerate(single) if shape[axis] in {size * n_samples, *counts}]
+    return min(grown, key=lambda axis: single[axis], default=None)
 
 
-def serves_all(
-    of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
-) -> bool:
+def serves_all(single: torch.Size, shape: torch.Size, single_positions: int | None, positions: int | None) -> bool:
     """True if all samples share an input, given that no axis grew with their number.
 
     Its axes are then as long as for one sample, except for positions. With fewer positions than that sample had, the
@@ -38,11 +36,11 @@ def serves_all(
     >>> serves_all(single, torch.Size([1, 12, 8]), 9, 12), serves_all(single, torch.Size([3, 9, 8]), 9, 9)
     (True, False)
     """
-    if positions_of_one is None or positions is None or positions < positions_of_one:
+    if single_positions is None or positions is None or positions < single_positions:
         return False
-    sizes = list(zip(of_one_sample, shape, strict=False))
-    unchanged = all(first == now or (first, now) == (positions_of_one, positions) for first, now in sizes)
-    return len(of_one_sample) == len(shape) and unchanged
+    sizes = list(zip(single, shape, strict=False))
+    unchanged = all(first == now or (first, now) == (single_positions, positions) for first, now in sizes)
+    return len(single) == len(shape) and unchanged
 
 
 def padded(x: Tensor, packed: int, mask: Tensor) -> Tensor:
@@ -61,18 +59,18 @@ class TokenAxes:
         self._positions: dict[str, int] = {}  # axis of positions of a site, once a call has shown it
         self._serve_all: set[str] = set()  # sites whose input has no axis of samples
 
-    def of_samples(self, name: str, shape: torch.Size, n_samples: int, mask: Tensor | None) -> int | None:
+    def sample_axis(self, name: str, shape: torch.Size, n_samples: int, mask: Tensor | None) -> int | None:
         """Find the axis of samples; None where there is none, or it cannot be identified.
 
         Tokens of a norm without it belong to no sample and no fold, once for each batch.
         """
-        of_one_sample, positions = self._report.shapes[name], None if mask is None else mask.shape[1]
-        axis = batch_axis(of_one_sample, shape, n_samples, positions)
+        single, positions = self._report.shapes[name], None if mask is None else mask.shape[1]
+        axis = batch_axis(single, shape, n_samples, positions)
         if n_samples == 1:
             return axis
-        of_weights = name in self._report.of_weights and shape == of_one_sample
+        on_weight = name in self._report.weight_norms and shape == single
         length = self._report.positions.get(name)
-        if of_weights or (axis is None and serves_all(of_one_sample, shape, length, positions)):
+        if on_weight or (axis is None and serves_all(single, shape, length, positions)):
             self._serve_all.add(name)
         return None if name in self._serve_all else axis
 
@@ -86,7 +84,7 @@ class TokenAxes:
             valid.numel() in sizes or sizes == [len(valid)] or (batch_axis is not None and valid.shape[1] in sizes)
         )
         channels_last = max(axes, default=0) < len(axes)
-        if in_place or not channels_last or site.name in self._report.of_weights or site.name in self._serve_all:
+        if in_place or not channels_last or site.name in self._report.weight_norms or site.name in self._serve_all:
             return None
         n_data = int(valid.sum())
         packed = [axis for axis in axes if x.shape[axis] == n_data and (batch_axis in (None, axis) or len(valid) == 1)]
@@ -96,7 +94,7 @@ class TokenAxes:
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
     ) -> Tensor | None:
         """Return the mask of rows that are data, of a mask of positions: bool ``(tokens,)``, or None for all."""
-        if site.name in self._report.of_weights or site.name in self._serve_all:
+        if site.name in self._report.weight_norms or site.name in self._serve_all:
             return None
         valid = valid.to(x.device)
         axes = [] if kind.over_positions else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)

@@ -53,8 +53,8 @@ class TokenSums:
         gram, squares = x.new_zeros(2, size, size), x.new_zeros(site.channels)
         return cls(site, channels, x[:, channels].mean(0).float(), gram, gamma.cpu(), squares)
 
-    def add(self, rows: Tensor, part: int) -> None:
-        """Add token rows ``(tokens, d)`` to part 0, to learn from, or 1, held out."""
+    def add(self, rows: Tensor, split: int) -> None:
+        """Add token rows ``(tokens, d)`` to split 0, to learn from, or 1, held out."""
         for first in range(0, len(rows), _TOKENS_AT_ONCE):
             x = rows[first : first + _TOKENS_AT_ONCE].double()
             x = x[x.isfinite().all(1) & (x != x[:, :1]).any(1)]
@@ -62,7 +62,7 @@ class TokenSums:
             self.squares += ((x - shift) * rstd).square().sum(0)
             z = x[:, self.channels] - self.centre
             v = torch.cat([torch.ones_like(rstd), z, z.square(), rstd**-2], 1)
-            self.gram[part].addmm_(v.mT, v)
+            self.gram[split].addmm_(v.mT, v)
 
 
 def token_sums(
@@ -70,14 +70,14 @@ def token_sums(
 ) -> dict[str, TokenSums]:
     """Run a network over inputs to learn from and held-out ones, and return the sums at some norm modules, by name."""
     sums: dict[str, TokenSums] = {}
-    for part, of_part in enumerate((pool.learned, pool.validation) if sites else ()):
+    for split, batches in enumerate((pool.learned, pool.validation) if sites else ()):
 
-        def add(site: NormSite, rows: Tensor, _: Tensor, part: int = part) -> None:
+        def add(site: NormSite, rows: Tensor, _: Tensor, split: int = split) -> None:
             if site.name not in sums:
                 gamma = report.kinds[site.name].gamma(submodule(network, site.path), site.channels)
                 sums[site.name] = TokenSums.begun(site, rows, gamma)
-            sums[site.name].add(rows, part)
+            sums[site.name].add(rows, split)
 
         names = [site.name for site in sites]
-        captured(network, of_part, CaptureOptions(observe=add), layers=names, progress=progress)
+        captured(network, batches, CaptureOptions(observe=add), layers=names, progress=progress)
     return sums

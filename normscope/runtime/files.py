@@ -135,17 +135,17 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
         # Some of the files without the rest are not ours, such as a downloaded model.safetensors.
         whole = ours.issuperset(files)
         replaced = {*(ours if whole else ()), "__pycache__"}
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in replaced)
+        unexpected = sorted(entry.name for entry in target.iterdir() if entry.name not in replaced)
     except FileNotFoundError:
         return target
     except NotADirectoryError:
         raise UsageError(f"Cannot write {path}: it is a file. Name a folder.") from None
     if target == Path.cwd() or target == target.parent:
-        what = "folder that this runs in" if target == Path.cwd() else "root of the file system"
-        raise UsageError(f"Cannot write {path}: it is the {what}. Name a new folder in it.")
-    if others:
+        description = "folder that this runs in" if target == Path.cwd() else "root of the file system"
+        raise UsageError(f"Cannot write {path}: it is the {description}. Name a new folder in it.")
+    if unexpected:
         raise UsageError(
-            f"Cannot write {path}: the folder exists, and {others[0]} in it would be lost. Move it away, or name "
+            f"Cannot write {path}: the folder exists, and {unexpected[0]} in it would be lost. Move it away, or name "
             "another folder."
         )
     return target

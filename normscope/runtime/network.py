@@ -231,14 +231,14 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 @contextlib.contextmanager
-def memory_for(what: str) -> Iterator[None]:
-    """Raise MemoryEndedError with the step ``what`` if memory ends in the block."""
+def memory_for(action: str) -> Iterator[None]:
+    """Raise MemoryEndedError with the ``action`` if memory ends in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not memory_ended(error):
             raise
-        raise MemoryEndedError(f"Memory ended while {what}. Take smaller batches: --batch-size.") from error
+        raise MemoryEndedError(f"Memory ended while {action}. Take smaller batches: --batch-size.") from error
 
 
 def memory_ended(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ def is_one_step(stage: str) -> bool:
     return stage.endswith("…")
 
 
-def silent(stage: str, done: int, of: int | None) -> None:
+def silent(stage: str, completed: int, total: int | None) -> None:
     """Report nothing."""
 
 
@@ -34,7 +34,7 @@ class ProgressBars:
     def __init__(self) -> None:
         self._bars: dict[str, tqdm[NoReturn]] = {}
 
-    def __call__(self, stage: str, done: int, of: int | None) -> None:
+    def __call__(self, stage: str, completed: int, total: int | None) -> None:
         from tqdm.auto import tqdm
 
         if is_one_step(stage):
@@ -42,11 +42,11 @@ class ProgressBars:
             return
         bar = self._bars.get(stage)
         if bar is None:
-            bar = self._bars[stage] = tqdm(desc=stage, total=of, leave=False)
-        elif done < bar.n:  # the next call; the total of the previous one was unknown
-            bar.reset(of)
-        bar.update(done - bar.n)
-        if done == of:
+            bar = self._bars[stage] = tqdm(desc=stage, total=total, leave=False)
+        elif completed < bar.n:  # the next call; the total of the previous one was unknown
+            bar.reset(total)
+        bar.update(completed - bar.n)
+        if completed == total:
             self._bars.pop(stage).close()
 
 
@@ -83,7 +83,7 @@ def reporting(progress: Progress) -> Iterator[None]:
         _under_way.remove(progress)
 
 
-def report(stage: str, done: int, of: int | None) -> None:
+def report(stage: str, completed: int, total: int | None) -> None:
     """Report a stage far below the call with ``progress=``, such as compiling.
 
     >>> with reporting(print):
@@ -91,4 +91,4 @@ def report(stage: str, done: int, of: int | None) -> None:
     compiling … 0 1
     """
     for progress in _under_way[-1:]:
-        progress(stage, done, of)
+        progress(stage, completed, total)

@@ -132,8 +132,8 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, value in row.items():
         if name == _INTERVALS:
-            for what, interval in (value or {}).items():
-                columns[f"{what}_low"], columns[f"{what}_high"] = interval or (None, None)
+            for key, interval in (value or {}).items():
+                columns[f"{key}_low"], columns[f"{key}_high"] = interval or (None, None)
         elif isinstance(value, Mapping):
             columns |= flat({f"{name}_{entry}": inner for entry, inner in value.items()})
         elif isinstance(value, list | tuple):
@@ -145,7 +145,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def converted(kind: type[R], document: Any, what: str, *, null_is_nan: bool = False) -> R:
+def converted(kind: type[R], document: Any, name: str, *, null_is_nan: bool = False) -> R:
     """Convert a JSON object strictly into a dataclass; a missing member takes the field's default.
 
     With ``null_is_nan``, null stands for NaN where a field is a float, as :func:`as_json` writes it.
@@ -165,13 +165,13 @@ def converted(kind: type[R], document: Any, what: str, *, null_is_nan: bool = Fa
 
     for number in _numbers(document):  # msgspec accepts all of Python's
         if not (math.isfinite(number) if isinstance(number, float) else abs(number) < 2**63):
-            raise ValueError(f"the {what} contains the number {number!r:.60}")
+            raise ValueError(f"the {name} contains the number {number!r:.60}")
     if null_is_nan:
         document = _with_nan(kind, document)
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"the {what} is malformed: {error}") from None
+        raise ValueError(f"the {name} is malformed: {error}") from None
 
 
 def _with_nan(kind: Any, value: Any) -> Any:

@@ -55,7 +55,7 @@ def is_spread(module: nn.Module) -> bool:
     >>> is_spread(nn.LayerNorm(4))
     False
     """
-    return any(hasattr(part, _HOOK) for part in module.modules())
+    return any(hasattr(child, _HOOK) for child in module.modules())
 
 
 def whole(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -106,10 +106,10 @@ def gathered(
         if spread:
             from accelerate.utils import align_module_device
 
-            for part in dict.fromkeys((module if within is None else within, *module.modules())):
-                restored.enter_context(align_module_device(part))
-        for part in module.modules():
-            tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+            for child in dict.fromkeys((module if within is None else within, *module.modules())):
+                restored.enter_context(align_module_device(child))
+        for child in module.modules():
+            tables: list[dict[str, Any]] = [child._parameters, child._buffers]
             for tensors in tables:
                 for name, tensor in list(tensors.items()):
                     if tensor is not None and is_sharded(tensor):
@@ -157,10 +157,10 @@ def gathered_state(model: nn.Module) -> dict[str, Any]:
     if is_spread(model):
         from accelerate.utils import align_module_device, has_offloaded_params
 
-        for path, part in model.named_modules():
-            if has_offloaded_params(part):
-                with align_module_device(part, torch.device("cpu")):
-                    tensors = part.state_dict(prefix=f"{path}." if path else "")
+        for path, child in model.named_modules():
+            if has_offloaded_params(child):
+                with align_module_device(child, torch.device("cpu")):
+                    tensors = child.state_dict(prefix=f"{path}." if path else "")
                     state |= {name: value for name, value in tensors.items() if not value.is_meta}
     return state
 
@@ -197,13 +197,13 @@ def move_like(model: nn.Module, path: str, module: nn.Module) -> Callable[[], ob
     below = path[len(holder[1]) :].removeprefix(".")
     named = (*module.named_parameters(prefix=below), *module.named_buffers(prefix=below))
     hook.weights_map.update({name: value.detach() for name, value in named})
-    parameters = [(part, dict(part._parameters)) for part in module.modules()]
+    parameters = [(child, dict(child._parameters)) for child in module.modules()]
 
     def undo() -> None:
         for name, _ in named:
             del hook.weights_map[name]
-        for part, tensors in parameters:
-            part._parameters.update(tensors)
+        for child, tensors in parameters:
+            child._parameters.update(tensors)
 
     return undo
 
@@ -212,17 +212,17 @@ def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose weights are :func:`gathered`, without hooks of torch, accelerate or FSDP2."""
     twin = nn.Module.__new__(class_of(module))  # fully_shard's class refuses copies
     nn.Module.__init__(twin)
-    hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]
+    hooks = [getattr(child, _HOOK) for child in module.modules() if hasattr(child, _HOOK)]
     # Accelerate's hooks refer to the weights of the whole network, and those of fully_shard to all of its group.
     memo: dict[int, Any] = {id(module): twin, **{id(hook): None for hook in hooks}}
-    tables = [table for part in module.modules() for name, table in vars(part).items() if "_hooks" in name]
+    tables = [table for child in module.modules() for name, table in vars(child).items() if "_hooks" in name]
     memo |= {id(table): type(table)() for table in tables if isinstance(table, dict)}
     attributes = {n: value for n, value in vars(module).items() if "_hooks" not in n and "composable" not in n}
     vars(twin).update(copy.deepcopy(attributes, memo))
-    for part in twin.modules():
-        if part.__dict__.pop(_HOOK, hooks) is not hooks:
+    for child in twin.modules():
+        if child.__dict__.pop(_HOOK, hooks) is not hooks:
             for name in ("forward", "_old_forward"):
-                part.__dict__.pop(name, None)
+                child.__dict__.pop(name, None)
     return twin
 
 
@@ -247,7 +247,7 @@ def tensor_parallel_group(model: nn.Module) -> ProcessGroup | None:
 
     The axes of a mesh up to the first that ``fully_shard`` divides parameters along are axes of the data.
     """
-    fully_sharded = any(hasattr(type(part), "unshard") for part in model.modules())
+    fully_sharded = any(hasattr(type(child), "unshard") for child in model.modules())
     for parameter in filter(is_sharded, model.parameters()):
         layout: Any = parameter
         dividing = (axis for axis, placement in enumerate(layout.placements) if placement.is_shard())

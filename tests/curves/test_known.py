@@ -67,7 +67,7 @@ assert set(EXACT) | {"derf"} == set(CURVES)
 
 
 @curves
-def test_functions_are_those_of_extended_precision_for_every_number(curve):
+def test_functions_match_extended_precision(curve):
     u = LONG.astype(float)
     with np.errstate(all="ignore"):
         expected = EXACT[curve.function_name][0](u.astype(np.longdouble))
@@ -78,7 +78,7 @@ def test_functions_are_those_of_extended_precision_for_every_number(curve):
 
 
 @curves
-def test_derivatives_are_those_of_extended_precision_for_every_number(curve):
+def test_derivatives_match_extended_precision(curve):
     u = LONG.astype(float)
     u = u[abs(abs(u) - KINKS.get(curve.name, -1)) > 1e-12]
     with np.errstate(all="ignore"):
@@ -152,7 +152,7 @@ def test_declared_bounds_symmetries_and_slopes_are_the_functions_own(curve):
         assert rise == pytest.approx(curve.slope_at_origin, rel=1e-6)
 
 
-def test_which_curves_are_flat_about_the_origin_or_bound_to_their_scale():
+def test_curves_flat_at_the_origin_or_bound_to_their_scale():
     assert {name for name, curve in CURVES.items() if not curve.centre_sensitive} == {"cubsign", "logquad_clip"}
     assert {name: curve.shift_of for name, curve in CURVES.items() if curve.shifted} == {"derf": "erf"}
     assert {name for name, curve in CURVES.items() if curve.amplitude_is_inverse_scale} == {"softcap"}
@@ -184,7 +184,7 @@ def test_names_are_split_outside_of_brackets_only():
     assert split_names("a=x),tanh") == ["a=x)", "tanh"]
 
 
-def test_own_curves_stand_beside_the_built_in_ones_and_share_no_name():
+def test_own_curves_share_no_name_with_built_in_ones():
     own = curve_of(lambda u: u / (1 + u.abs() ** 3) ** (1 / 3), "own")
     found = curves_named([own, "tanh", "other=clip(x,-1,2)", own])
     assert [curve.name for curve in found] == ["own", "tanh", "other"] and found[0] is own
@@ -201,7 +201,7 @@ def close(value, rel):
 
 
 @curves
-def test_measured_properties_of_built_in_curves_are_those_of_the_table(curve):
+def test_measured_properties_match_the_table(curve):
     for derivative in (curve.derivative, autograd_of(curve.function)):
         measured = properties_of(curve.function, derivative, curve.name)
         # saturlog gets so slowly to its limit that 1e6 is not near it, and slopes are secants at 1e-6.
@@ -229,7 +229,7 @@ PROPERTIES = ("limit", "zero_centred", "monotone", "slope_at_origin", "peak", "s
         (lambda u: 1 / (1 + torch.exp(-u)), (1.0, False, True, 0.25, 0.25, True)),
     ],
 )
-def test_properties_of_other_functions_are_those_of_calculus(function, expected):
+def test_properties_of_other_functions_match_calculus(function, expected):
     found = properties_of(function, autograd_of(function), "own")
     assert tuple(found) == PROPERTIES
     for name, value in zip(PROPERTIES, expected, strict=True):
@@ -246,7 +246,7 @@ def test_properties_of_other_functions_are_those_of_calculus(function, expected)
         (torch.nn.functional.silu, []),
     ],
 )
-def test_kinks_of_other_functions_are_found(function, kinks):
+def test_kinks_of_other_functions_are_located(function, kinks):
     found = [u for u in curve_of(function, "own").kinks if kinks[0] == 0 or abs(u) > 1e-12]  # or f is vertical at 0
     assert found == pytest.approx(kinks, abs=1e-9)
 

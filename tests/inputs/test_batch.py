@@ -1,12 +1,13 @@
 import pytest
 import torch
+from networks import numbered_samples
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.inputs.batch import Batch, as_batches
 
 
 def test_first_sample_divides_only_tensors_of_samples():
-    samples = tuple(Sample(f"s{i}", i, i) for i in range(3))
+    samples = numbered_samples(3)
     batch = Batch((torch.arange(6).view(3, 2), 7), {"table": torch.zeros(5), "y": torch.arange(3)}, samples)
     first = batch.first_sample()
     assert first.args[0].tolist() == [[0, 1]]
@@ -46,7 +47,7 @@ def test_first_divides_nested_arguments():
 def test_nested_tensors_are_refused_in_every_kind_of_batch(layout):
     parts = [torch.ones(3, 4), torch.ones(2, 4)]
     x = torch.nested.nested_tensor(parts, layout=layout)
-    samples = (Sample("a", 0, 0), Sample("b", 1, 1))
+    samples = numbered_samples(2)
     for entry in (x, (x,), {"x": x}, Batch((x,), samples=samples), Batch(kwargs={"more": {"x": x}}, samples=samples)):
         with pytest.raises(DataError, match=r"padded = x\.to_padded_tensor\(0\.0\).*args=\(padded,\), samples=samples"):
             list(as_batches([entry]))

@@ -6,13 +6,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from networks import OneNorm, network_of
+from networks import Detector, OneNorm, network_of, numbered_samples
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.held_out import learned_and_held_out
 
 WIDTH = 8
@@ -51,14 +51,10 @@ def sums_of(model, batches, **options):
 
 
 def assert_as_by_hand(stats, model=None, by_hand=x):
-    truth = sums_of(model or OneNorm(), [Batch((by_hand,), samples=samples(len(by_hand)))])
+    truth = sums_of(model or OneNorm(), [Batch((by_hand,), samples=numbered_samples(len(by_hand)))])
     assert torch.equal(stats.moments[:, 0].sum(0), truth.moments[:, 0].sum(0))
     # float64 sums of the same numbers in another order.
     torch.testing.assert_close(stats.moments.sum(0), truth.moments.sum(0), rtol=1e-12, atol=1e-9)
-
-
-def samples(number):
-    return tuple(Sample(f"{i}", i, i) for i in range(number))
 
 
 Pair = namedtuple("Pair", "image label")
@@ -94,7 +90,7 @@ def test_one_warning_names_the_omitted_entries(caplog):
 def test_drift_and_healing_omit_labels_too_and_warn_once_for_each_loader(caplog):
     torch.manual_seed(0)
     model, loader = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2)), DataLoader(TensorDataset(x, y), batch_size=3)
-    by_hand = [Batch((x,), samples=samples(len(x)))]
+    by_hand = [Batch((x,), samples=numbered_samples(len(x)))]
     seen = normscope.capture(model, by_hand, by_gamma=True)
     modules = normscope.replacements(model, "dyt", seen)
     with caplog.at_level(logging.WARNING):
@@ -147,7 +143,7 @@ SINGLE = [
     (x, r"a single Tensor \(6, 5, 8\), X\. Pass a list of them: \[X\]"),
     (x.numpy(), r"a single ndarray \(6, 5, 8\), X\. Pass a list of them: \[torch\.from_numpy\(X\)\]"),
     ({"x": x}, r"a single dict, X\. Pass a list of them: \[X\]"),
-    (Batch((x,), samples=samples(6)), r"a single Batch, X\. Pass a list of them: \[X\]"),
+    (Batch((x,), samples=numbered_samples(6)), r"a single Batch, X\. Pass a list of them: \[X\]"),
     (TensorDataset(x), r"a TensorDataset of single samples\. Pass torch\.utils\.data\.DataLoader\(dataset, "),
     (Recordings(), r"a Recordings of single samples\. Pass torch\.utils\.data\.DataLoader\(dataset, batch_size"),
     (DataLoader(TensorDataset(x), batch_size=None), r"a DataLoader of single samples\. Pass torch\.utils\.data\.Data"),
@@ -200,11 +196,6 @@ def test_a_mask_that_a_network_has_no_name_for_is_not_omitted():
         normscope.capture(OneNorm(), [{"x": x, "attention_mask": torch.ones(6, 5)}])
 
 
-class Detector(OneNorm):
-    def forward(self, images, targets=None):
-        return [self.norm(image) for image in images]
-
-
 def test_images_of_a_list_run_one_by_one():
     images = [torch.rand(3, height, WIDTH) for height in (4, 5, 6)]
     targets = [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}] * 3
@@ -253,7 +244,7 @@ def test_padding_in_entries_for_forward_is_excluded():
 
 def test_a_batch_may_contain_its_own_forward():
     network = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2))
-    batch = Batch((Record(x[:1]),), samples=samples(1), forward=lambda model, batch: model(batch.values))
+    batch = Batch((Record(x[:1]),), samples=numbered_samples(1), forward=lambda model, batch: model(batch.values))
     seen = normscope.capture(network, [batch], by_gamma=True)
     report = normscope.drift(network, [batch], normscope.replacements(network, "dyt", seen))
     with torch.no_grad():

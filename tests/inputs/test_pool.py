@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import numbered_batches, numbered_samples
 
 from normscope.errors import DataError
 from normscope.inputs import held_out
@@ -15,14 +16,8 @@ from normscope.inputs.held_out import Pool, by_length, kept_in_memory, subsample
 MOST = 48
 
 
-def batches(number, size=8):
-    return [
-        Batch(
-            (torch.full((size, 4), float(n)),),
-            samples=tuple(Sample(f"{i}", i, i) for i in range(n * size, (n + 1) * size)),
-        )
-        for n in range(number)
-    ]
+def batches(number):
+    return numbered_batches(number, lambda generator, size: torch.randn(size, 4, generator=generator))
 
 
 def sources(part):
@@ -54,15 +49,14 @@ def test_a_pool_without_a_batch_is_refused():
         Pool.of([])
 
 
-def texts(lengths, **own):
+def texts(lengths, **more):
     """Padded to the left and to the right in turn."""
     longest = max(lengths)
     begins = torch.tensor([(longest - length) * (number % 2) for number, length in enumerate(lengths)])[:, None]
     place = torch.arange(longest)
     valid = (place >= begins) & (place < begins + torch.tensor(lengths)[:, None])
     ids = torch.randn(len(lengths), longest)
-    samples = tuple(Sample(f"{n}", n, n) for n in range(len(lengths)))
-    return Batch((ids,), {"attention_mask": valid.long(), **own}, samples, valid=valid)
+    return Batch((ids,), {"attention_mask": valid.long(), **more}, numbered_samples(len(lengths)), valid=valid)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=9))
@@ -71,14 +65,16 @@ def test_batches_by_length_contain_every_text_once(lengths):
     batch = texts(lengths)
     parts = by_length(batch, 3)
     assert max(len(part.samples) for part in parts) <= 3
-    found = {}
+    contents = {}
     for part in parts:
         assert part.valid.any(0).all() and part.args[0].shape == part.valid.shape
         assert torch.equal(part.kwargs["attention_mask"], part.valid.long())
-        found |= {
+        contents |= {
             s.index: x[valid].tolist() for s, x, valid in zip(part.samples, part.args[0], part.valid, strict=True)
         }
-    assert found == {n: x[valid].tolist() for n, (x, valid) in enumerate(zip(batch.args[0], batch.valid, strict=True))}
+    assert contents == {
+        n: x[valid].tolist() for n, (x, valid) in enumerate(zip(batch.args[0], batch.valid, strict=True))
+    }
     assert sum(part.valid.numel() for part in parts) <= batch.valid.numel()
 
 

@@ -5,24 +5,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import numbered_samples
 from PIL import Image
 from torchvision.transforms import functional as vision
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.inputs.previews import LONGEST_SIDE, SPANS, Preview, preview_of
 
 
 def batch_of(*tensors, **named):
     number = len([*tensors, *named.values()][0])
-    return Batch(tensors, named, tuple(Sample(f"picture {i}", i, i) for i in range(number)))
+    return Batch(tensors, named, numbered_samples(number))
 
 
 def test_normalized_pixels_are_restored():
     pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), dtype=np.uint8)
     by = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    made = [vision.normalize(vision.to_tensor(Image.fromarray(one)), *by) for one in pixels]
-    preview = preview_of(batch_of(torch.stack(made)), 1, by)
+    normalized = [vision.normalize(vision.to_tensor(Image.fromarray(image)), *by) for image in pixels]
+    preview = preview_of(batch_of(torch.stack(normalized)), 1, by)
     assert preview.pixels.dtype == torch.uint8 and (preview.pixels.numpy() == pixels[1]).all()
     assert (preview.kind, preview.size, preview.note) == ("thumbnail", (24, 40), "")
 
@@ -87,8 +88,7 @@ def test_a_picture_with_a_text():
     "x", [torch.zeros(2, 16), torch.zeros(2, 9, 16), torch.full((2, 3, 8, 8), torch.nan), torch.zeros(3, 500)]
 )
 def test_tensors_without_a_preview(x):
-    batch = Batch((x,), samples=(Sample("a", 0, 0), Sample("b", 1, 1)))
-    assert preview_of(batch, 0) is None
+    assert preview_of(Batch((x,), samples=numbered_samples(2)), 0) is None
 
 
 @pytest.mark.parametrize(

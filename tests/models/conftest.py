@@ -110,12 +110,12 @@ def python(tmp_path):
         clean = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HTTP"))}
         clean |= {"HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         start = time.monotonic()
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=120
         )
         seconds = time.monotonic() - start
-        last_line = done.stdout.strip().rpartition("\n")[2]
-        return Outcome(json.loads(last_line) if last_line else None, done.stderr, seconds)
+        last_line = process.stdout.strip().rpartition("\n")[2]
+        return Outcome(json.loads(last_line) if last_line else None, process.stderr, seconds)
 
     return run
 

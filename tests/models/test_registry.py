@@ -23,70 +23,60 @@ def test_listing_models_imports_nothing_heavy():
     assert printed.strip() == "set()"
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("demo_vti", "There is no model 'demo_vti'. Did you mean 'demo_vit'"),
-        ("vit_b_16", "There is no model 'vit_b_16'. Did you mean 'vit_b16'"),
-        ("vit_tiny_patch16_224", "Did you mean 'timm:vit_tiny_patch16_224'?"),
-        ("timm:vit_tiny_patch16_225", "Did you mean 'timm:vit_tiny_patch16_224'"),
-        ("tim:resnet18", "Did you mean 'timm:resnet18'"),
-        ("timm:", "There is no model 'timm:'"),
-        ("", "There is no model ''; `normscope models` lists the names. A model of the hub goes by its library: "),
-        ("timm:qqqq", "There is no model 'timm:qqqq'. timm.list_models() names the architectures of timm."),
-        ("timm:test_vit.r160", "Did you mean 'timm:test_vit.r160_in1k'"),
-        ("google/vit-base-patch16-224", "goes by its library: transformers:google/vit-base-patch16-224, diffusers:"),
-        (
-            "bert-base-uncased",
-            "lists the names. A model of the hub goes by its library: transformers:bert-base-uncased",
-        ),
-        ("/", "'/' is a folder. Name the library of its model, transformers:/"),
-        (Path("/"), "'/' is a folder"),
-    ],
-)
-def test_unknown_model(name, sentence):
-    with pytest.raises(ModelError, match=re.escape(sentence)):
-        load(name, weights="random", device="cpu")
+REFUSED_NAMES = {
+    "demo_vti": "There is no model 'demo_vti'. Did you mean 'demo_vit'",
+    "vit_b_16": "There is no model 'vit_b_16'. Did you mean 'vit_b16'",
+    "vit_tiny_patch16_224": "Did you mean 'timm:vit_tiny_patch16_224'?",
+    "timm:vit_tiny_patch16_225": "Did you mean 'timm:vit_tiny_patch16_224'",
+    "tim:resnet18": "Did you mean 'timm:resnet18'",
+    "timm:": "There is no model 'timm:'",
+    "": "There is no model ''; `normscope models` lists the names. A model of the hub goes by its library: ",
+    "timm:qqqq": "There is no model 'timm:qqqq'. timm.list_models() names the architectures of timm.",
+    "timm:test_vit.r160": "Did you mean 'timm:test_vit.r160_in1k'",
+    "google/vit-base-patch16-224": "goes by its library: transformers:google/vit-base-patch16-224, diffusers:",
+    "bert-base-uncased": "lists the names. A model of the hub goes by its library: transformers:bert-base-uncased",
+    "/": "'/' is a folder. Name the library of its model, transformers:/",
+    Path("/"): "'/' is a folder",
+}
+REFUSED = [
+    *((name, {}, ModelError, sentence) for name, sentence in REFUSED_NAMES.items()),
+    (torch.nn.LayerNorm(4), {}, UsageError, "takes the name of a model, not a LayerNorm. Pass a module of yours"),
+    ("py:no_such.py:make", {"weights": "pretrained"}, DataError, "There is no"),
+    ("demo_vit", {"weights": "/no/such.safetensors"}, DataError, "There is no"),
+    *(
+        ("demo_vit", options, error, sentence)
+        for options, error, sentence in (
+            ({"limit": 0}, UsageError, "limit is 0; it has to be between 1 and 9223372036854775807."),
+            ({"batch_size": -1}, UsageError, "batch_size is -1; it has to be between 1 and"),
+            ({"dtype": "float64"}, UsageError, "There is no dtype 'float64'."),
+            ({"device": "tpu"}, UsageError, "There is no device 'tpu'."),
+            ({"device": "cuda:99"}, DeviceError, "The device 'cuda:99' is not available: "),
+            ({"data": ""}, UsageError, "data is an empty path."),
+            ({"weights": ""}, UsageError, "weights is an empty path."),
+            ({"limit": 2**63}, UsageError, "limit is 9223372036854775808; it has to be between 1 and 922337203685477"),
+            ({"batch_size": 2**63}, UsageError, "batch_size is 9223372036854775808; it has to be between 1"),
+            ({"seed": 2**63}, UsageError, "seed is 9223372036854775808; it has to be between -9223372036854775808 and"),
+            ({"seed": -(2**63) - 1}, UsageError, "seed is -9223372036854775809; it has to be between"),
+            ({"workers": -1}, UsageError, "workers is -1; it has to be between 0 and"),
+            ({"device_map": "balanced"}, UsageError, "There is no device map 'balanced'. There are: auto."),
+            ({"device_map": "auto"}, UsageError, "leave --device cpu or --device-map auto out."),
+            ({"data": "/no/such/folder"}, DataError, "There is no file or folder '/no/such/folder'"),
+        )
+    ),
+]
 
 
-def test_a_module_is_no_name():
-    with pytest.raises(UsageError, match=r"takes the name of a model, not a LayerNorm\. Pass a module of yours"):
-        load(torch.nn.LayerNorm(4))
+@pytest.mark.parametrize(("name", "options", "error", "sentence"), REFUSED)
+def test_refusals(name, options, error, sentence):
+    with pytest.raises(error, match=re.escape(sentence)):
+        load(name, **({"weights": "random", "device": "cpu"} | options))
 
 
-@pytest.mark.parametrize("name", ["py:no_such.py:make", "demo_vit"])
-def test_a_missing_file_is_missing_data(name, tmp_path):
-    with pytest.raises(DataError, match="There is no"):
-        load(name, weights="pretrained" if name.startswith("py:") else tmp_path / "no_such.safetensors")
+def test_a_missing_file_is_missing_data(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         normscope.load_timeline(tmp_path / "no_such.jsonl")
     with pytest.raises(DataError, match="There is no capture file"):
         normscope.fit(tmp_path / "no_such.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "sentence"),
-    [
-        ({"limit": 0}, UsageError, "limit is 0; it has to be between 1 and 9223372036854775807."),
-        ({"batch_size": -1}, UsageError, "batch_size is -1; it has to be between 1 and"),
-        ({"dtype": "float64"}, UsageError, "There is no dtype 'float64'."),
-        ({"device": "tpu"}, UsageError, "There is no device 'tpu'."),
-        ({"device": "cuda:99"}, DeviceError, "The device 'cuda:99' is not available: "),
-        ({"data": ""}, UsageError, "data is an empty path."),
-        ({"weights": ""}, UsageError, "weights is an empty path."),
-        ({"limit": 2**63}, UsageError, "limit is 9223372036854775808; it has to be between 1 and 9223372036854775807."),
-        ({"batch_size": 2**63}, UsageError, "batch_size is 9223372036854775808; it has to be between 1"),
-        ({"seed": 2**63}, UsageError, "seed is 9223372036854775808; it has to be between -9223372036854775808 and"),
-        ({"seed": -(2**63) - 1}, UsageError, "seed is -9223372036854775809; it has to be between"),
-        ({"workers": -1}, UsageError, "workers is -1; it has to be between 0 and"),
-        ({"device_map": "balanced"}, UsageError, "There is no device map 'balanced'. There are: auto."),
-        ({"device_map": "auto", "device": "cpu"}, UsageError, "leave --device cpu or --device-map auto out."),
-        ({"data": "/no/such/folder"}, DataError, "There is no file or folder '/no/such/folder'"),
-    ],
-)
-def test_wrong_argument(arguments, kind, sentence):
-    with pytest.raises(kind, match=re.escape(sentence)):
-        load("demo_vit", **arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -97,7 +87,7 @@ def test_weights_and_inputs_share_the_dtype(dtype):
     assert not model.module.training
 
 
-def test_what_outputs_print():
+def test_about_describes_model_weights_and_data():
     model = load("timm:test_vit", weights="random", seed=7, limit=3, device="cpu")
     assert model.about == {
         "model": "timm:test_vit",
@@ -153,15 +143,15 @@ def test_commands_without_torchaudio(missing, tmp_path):
     config = '{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}'
     (tmp_path / "wav2vec2" / "config.json").write_text(config)
     path = os.pathsep.join([str(tmp_path), str(Path(normscope.__file__).parents[1])])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(COMMANDS), str(missing)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    *ended, user = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    *ended, user = json.loads(process.stdout)
     named, another, folder, default = (subprocess.CompletedProcess("", *each) for each in ended)
     speech = "demo_wav2vec2 cannot be loaded: "
     assert (named.returncode, named.stdout, named.stderr.count("\n")) == (3, "", 2)  # before demo_vit is run

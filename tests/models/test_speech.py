@@ -247,7 +247,7 @@ def test_a_broken_download_is_named_and_can_be_removed(tiny_bundle, download_ser
 
 
 @pytest.mark.usefixtures("download_server")
-def test_weights_that_cannot_be_had():
+def test_missing_weights_are_an_error():
     sentence = (
         "The weights https://download.pytorch.org/torchaudio/models/wav2vec2_fairseq_large_ls960.pth cannot be "
         "fetched: HTTPError: HTTP Error 404: Not Found. Use --weights FILE or --weights random; or an embedded "

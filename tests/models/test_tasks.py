@@ -77,7 +77,7 @@ def test_numbers_count_classes_from_0_and_wordnet_ids_are_sorted(tmp_path, name,
     assert [info.index_to_label_name(n) for n in (0, 1, 999)] == ["n01440764", "n01443537", "n15075141"]
 
 
-def test_names_of_ones_own_classes(tmp_path):
+def test_names_of_user_classes(tmp_path):
     images(tmp_path, "cat/a.png", "ant/b.png")
     network = vision(tmp_path)
     assert class_task(network.inputs, 3, ["dog", "cat", "ant"]).measure == "top-1" and labels(network) == [2, 1]
@@ -176,7 +176,7 @@ def test_poolings_that_are_not_made_here_are_named(folder, pairs):
     assert "Dense layer" in load_folder(where, data=pairs).task.unmeasured
 
 
-def test_denoising_error_of_ones_own_latents(tmp_path):
+def test_denoising_error_of_user_latents(tmp_path):
     clean = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     np.save(tmp_path / "latents.npy", clean.numpy())
     network = normscope.load("demo_dit", data=tmp_path / "latents.npy", timesteps="900,100", device="cpu")
@@ -186,10 +186,11 @@ def test_denoising_error_of_ones_own_latents(tmp_path):
     for batch in network.inputs:
         with torch.no_grad():
             predicted = network.module(**batch.kwargs)[0].double()
-        errors += [float(((own - clean[n]) ** 2).mean()) for n, own in enumerate(predicted)]  # demo_dit predicts x₀
-    found = report.quality
-    assert found.scores["original"].value == pytest.approx(np.mean(errors), rel=1e-9) and len(errors) == found.n == 10
-    assert (found.name, found.higher_is_better) == ("denoising error", False)
+        errors += ((predicted - clean) ** 2).flatten(1).mean(1).tolist()  # demo_dit predicts x₀
+    quality = report.quality
+    assert quality.scores["original"].value == pytest.approx(np.mean(errors), rel=1e-9)
+    assert len(errors) == quality.n == 10
+    assert (quality.name, quality.higher_is_better) == ("denoising error", False)
     others = [dict(batch.kwargs) for batch in network.inputs]
     report = drift(network, modules, others)
     assert report.quality is None and "not known what noise" in report.no_quality
@@ -204,6 +205,6 @@ def test_the_added_noise_follows_from_the_latents(tmp_path, options, predicts):
     for batch, timestep in zip(latents, (980, 500), strict=True):
         share = scheduler.alphas_cumprod[timestep].double()
         noise = (batch.kwargs["hidden_states"].double() - share.sqrt() * clean) / (1 - share).sqrt()
-        wanted = noise if predicts == "epsilon" else share.sqrt() * noise - (1 - share).sqrt() * clean
+        expected = noise if predicts == "epsilon" else share.sqrt() * noise - (1 - share).sqrt() * clean
         # The noised latents are float32.
-        torch.testing.assert_close(latents.truth(batch.samples).double(), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(latents.truth(batch.samples).double(), expected, rtol=0, atol=1e-5)

@@ -5,20 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from networks import inputs_of, network_of
+from networks import inputs_of, network_of, numbered_samples, wrapped
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import normscope
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 
 WIDTH = 8
 torch.manual_seed(0)
 X = torch.randn(4, 9, WIDTH)
 LENGTHS = torch.tensor([5, 9, 9, 4])
 TEXT, TEXT_LENGTHS = torch.randn(4, 9, WIDTH), torch.tensor([9, 3, 7, 2])
-SAMPLES = tuple(Sample(f"voice {i}", i, i) for i in range(4))
+SAMPLES = numbered_samples(4)
 
 
 def cut(x=X, lengths=LENGTHS, more=0):
@@ -182,8 +182,8 @@ def test_samples_as_long_as_the_batch_run_together():
 )
 def test_arguments_of_such_names_that_mark_no_padding(name):
     model = network_of(lambda self, x, **_: self.norm(x), **parts())
-    for other in (None, [], ["a", "b"], [[1], [2, 3]], torch.ones(4).bool(), torch.full((4,), 20)):
-        assert normscope.capture(model, [{"x": X, "lengths": other}]).stats["norm"].n_tokens == 36
+    for value in (None, [], ["a", "b"], [[1], [2, 3]], torch.ones(4).bool(), torch.full((4,), 20)):
+        assert normscope.capture(model, [{"x": X, "lengths": value}]).stats["norm"].n_tokens == 36
     assert normscope.capture(model, [{"x": X, name: LENGTHS}]).stats["norm"].n_tokens == 36
 
 
@@ -195,15 +195,6 @@ Y, Y_LENGTHS = torch.zeros(4, 6, dtype=torch.long), torch.tensor([6, 2, 6, 2])
 NESTED = {"id": torch.arange(4), "net_input": {"src_tokens": X, "src_lengths": LENGTHS}}
 
 
-class Wrapper(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("signature", "entry", "forward"),
     [
@@ -213,7 +204,7 @@ class Wrapper(nn.Module):
         ("x, lengths", {"wav": X, "n": LENGTHS}, lambda model, batch: model(batch["wav"], lengths=batch["n"])),
         ("x, lengths", (LENGTHS, X), lambda model, batch: model(batch[1], batch[0])),
         ("x, lengths", (LENGTHS, X.mT), lambda model, batch: model(batch[1].mT, batch[0])),
-        ("x, lengths", (X, LENGTHS), lambda model, batch: Wrapper(model)(*batch)),
+        ("x, lengths", (X, LENGTHS), lambda model, batch: wrapped(model)(*batch)),
         *((f"x, {name}", (X, LENGTHS), None) for name in ("n_frames", "nframes", "input_sizes")),
         *((f"x, {name}", (X, LENGTHS), None) for name in ("n_tokens", "durations")),
         ("x, percents", (X, LENGTHS / 9), None),
@@ -232,7 +223,7 @@ def test_lengths_by_other_names_and_ways(signature, entry, forward):
 
 def test_wrappers_and_targets():
     inner = network_of(lambda self, x, lengths: self.norm(x), **parts())
-    seen = normscope.capture(Wrapper(inner), [(X, LENGTHS), (X, torch.full((4,), 9)), (X, LENGTHS)])
+    seen = normscope.capture(wrapped(inner), [(X, LENGTHS), (X, torch.full((4,), 9)), (X, LENGTHS)])
     assert seen.stats["inner.norm"].n_tokens == 90
     model = network_of(two_norms, **parts(last=nn.LayerNorm(WIDTH), table=nn.Embedding(9, WIDTH)))
     stats = normscope.capture(model, [(X, LENGTHS, Y, Y_LENGTHS)]).stats

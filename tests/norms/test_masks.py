@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from networks import inputs_of, network_of
+from networks import inputs_of, network_of, numbered_samples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import normscope
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.inputs.held_out import learned_and_held_out
 
 LENGTHS, POSITIONS, WIDTH = (9, 6, 4), 9, 16
@@ -201,11 +201,10 @@ def test_a_mask_that_cannot_be_bound_is_refused_unless_nothing_is_padded():
     with pytest.raises(DataError, match="cannot be bound"):
         normscope.capture(model, [batch], forward=lambda model, batch: model(batch["x"], batch["context"]))
     whole = normscope.capture(model, [batch | {"attention_mask": ALL.long()}])
-    samples = tuple(Sample(str(i), i, i) for i in range(3))
-    told = Batch((), batch, samples, valid=WRITTEN, valid_within={"of_context": REAL})
+    marked = Batch((), batch, numbered_samples(3), valid=WRITTEN, valid_within={"of_context": REAL})
     assert {stats.n_tokens for stats in whole.stats.values()} == {27}
     by_hand = {"norm": 14, "of_context": 19, "last": 14}
-    assert {name: stats.n_tokens for name, stats in normscope.capture(model, [told]).stats.items()} == by_hand
+    assert {name: stats.n_tokens for name, stats in normscope.capture(model, [marked]).stats.items()} == by_hand
 
 
 def test_a_norm_of_two_streams_with_different_masks_is_refused():

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import network_of, numbered_batches
+from networks import network_of, numbered_batches, wrapped
 from torch import nn
 
 import normscope
@@ -188,10 +188,6 @@ class OuterNorm(Weighted):
 
 def bare():
     return nn.LayerNorm(D, elementwise_affine=False)
-
-
-def wrapped(inner):
-    return network_of(lambda self, x: self.inner(x), inner=inner)
 
 
 SHARED = bare()

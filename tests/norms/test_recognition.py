@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from networks import network_of, report_of
+from networks import ChannelsFirst, network_of, report_of
 from timm.layers import LayerScale, ScaledStdConv2d, StdConv2d
 from timm.models import efficientformer, efficientformer_v2
 from torch import nn
@@ -26,10 +26,6 @@ def zero_mean(*shape):
     return x - x.mean(-1, keepdim=True)
 
 
-def renamed(name, module_type):
-    return type(name, (module_type,), {})
-
-
 class OwnNorm(nn.Module):
     """A norm as users write one: a form over the last axis, an eps as an attribute or not, and a weight."""
 
@@ -48,36 +44,21 @@ class OwnNorm(nn.Module):
         return (y * (self.offset + self.weight.float())).to(x.dtype)
 
 
-class Unweighted(nn.Module):
+def unweighted(self, x):
     """A norm over channels without a weight, which only its name identifies."""
-
-    def forward(self, x):
-        x = x - x.mean(1, keepdim=True)
-        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
-
-
-class Around(nn.Module):
-    """A module that only calls a norm, of another name."""
-
-    def __init__(self, weight=None):
-        super().__init__()
-        self.inner = renamed("T5ish", OwnNorm)()
-        if weight is not None:
-            nn.init.constant_(self.inner.weight, weight)
-
-    def forward(self, x):
-        return self.inner(x)
+    x = x - x.mean(1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["LN", "LN2d", "AdaLN", "MyRMS", "Rms2d", "rms_scale"])
 def test_rms_or_ln_in_a_name_suffices_without_weights(name):
-    report = report_of(nn.Sequential(renamed(name, Unweighted)()), noise(2, D, 5, 3))
+    report = report_of(nn.Sequential(network_of(unweighted, name)), noise(2, D, 5, 3))
     assert [(site.name, site.kind, site.channel_axis, site.eps) for site in report.sites] == [("0", name, 1, 1e-6)]
 
 
 def test_letters_within_another_word_are_no_name_of_a_norm():
     for name in ("Channels", "Downsample", "Linear", "Alnum", "RMSprop", "XLNet", "Alarms", "Kiln"):
-        assert not is_norm(renamed(name, nn.Module)()), name
+        assert not is_norm(network_of(unweighted, name)), name
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -106,7 +87,11 @@ def test_sparse_tensors_are_passed_over():
 
 @pytest.mark.parametrize(("weight", "site"), [(1.0, "0"), (None, "0.inner")])
 def test_a_norm_within_a_module_of_a_norms_name_counts_once(weight, site):
-    report = report_of(nn.Sequential(renamed("OuterNorm", Around)(weight)), noise(2, 5, D))
+    inner = type("T5ish", (OwnNorm,), {})()
+    if weight is not None:
+        nn.init.constant_(inner.weight, weight)
+    outer = network_of(lambda self, x: self.inner(x), "OuterNorm", inner=inner)
+    report = report_of(nn.Sequential(outer), noise(2, 5, D))
     assert [site.name for site in report.sites] == [site] and not report.skipped
 
 
@@ -275,11 +260,6 @@ def test_a_norms_own_subtraction_is_no_branch():
 
     model = network_of(forward, one=OwnNorm("layer"), two=OwnNorm("layer"), mlp=nn.Linear(D, D))
     assert [site.placement for site in report_of(model, zero_mean(2, 5, D)).sites] == [None, None]
-
-
-class ChannelsFirst(nn.LayerNorm):
-    def forward(self, x):
-        return super().forward(x.mT).mT
 
 
 class Activated(nn.LayerNorm):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from networks import network_of
+from networks import network_of, numbered_samples
 from timm.layers import RmsNorm2d
 from torch import nn
 
 from normscope.errors import ModelError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.norms.formulas import layer_norm, rms_norm
 from normscope.norms.kinds import group_norm
 from normscope.norms.recognition import kind_of, register_norm
@@ -74,16 +74,14 @@ def test_verification_passes_the_right_table_and_fails_the_wrong_one(table, modu
 def test_sixteen_roundings_of_float32_are_allowed(table, units):
     """y of float64 with an error of so many units in the last place of 1 + |y|, in tokens of mean zero."""
 
-    class Inexact(nn.Module):
-        eps = 1e-5
+    def forward(self, x):
+        y = nn.functional.layer_norm(x.double(), (64,), eps=self.eps)
+        return y + units * torch.finfo(torch.float32).eps * (1 + y.abs())
 
-        def forward(self, x):
-            y = nn.functional.layer_norm(x.double(), (64,), eps=self.eps)
-            return y + units * torch.finfo(torch.float32).eps * (1 + y.abs())
-
-    register_norm(Inexact)
+    inexact = network_of(forward, "Inexact", eps=1e-5)
+    register_norm(type(inexact))
     half = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    batches, model = [torch.cat([half, -half], 1)], nn.Sequential(Inexact())
+    batches, model = [torch.cat([half, -half], 1)], nn.Sequential(inexact)
     if abs(units) < 16:
         capture(model, batches, verify=True)
     else:
@@ -126,11 +124,8 @@ def test_a_weight_near_zero_leaves_float16_no_digits():
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).half()
     assert 0 < float(module(x).abs().median()) < torch.finfo(torch.float16).smallest_normal
     right = kind_of(module)
-    assert (
-        excess(right, module, x, module(x))
-        <= 1
-        < excess(replace(right, affine=lambda norm, y: y), module, x, module(x))
-    )
+    wrong = replace(right, affine=lambda norm, y: y)
+    assert excess(right, module, x, module(x)) <= 1 < excess(wrong, module, x, module(x))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +151,7 @@ def test_padding_that_overflows_is_not_verified_as_it_is_not_summed():
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     x[1, 2] = 3e38 * (1 - 2 * (torch.arange(16) % 2))
     valid = torch.tensor([[True] * 3, [True, True, False]])
-    samples = tuple(Sample(f"{i}", i, i) for i in range(2))
-    seen = capture(nn.Sequential(nn.LayerNorm(16)), [Batch((x,), {}, samples, valid)], verify=True)
+    seen = capture(nn.Sequential(nn.LayerNorm(16)), [Batch((x,), {}, numbered_samples(2), valid)], verify=True)
     assert seen.stats["0"].n_tokens == 5
 
 

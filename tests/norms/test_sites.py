@@ -38,32 +38,15 @@ def sites(count: int) -> list[NormSite]:
 )
 def test_select(layers, expected):
     assert [site.index for site in select(sites(25), layers)] == expected
+    assert [site.index for site in select(sites(3), None)] == [0, 1, 2], "few are all drawn by default"
 
 
-@pytest.mark.parametrize(
-    ("layers", "sentence"),
-    [
-        ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python\."),
-        ("99", "The number of layers is 99, but there are 25 norm sites"),
-        ("LayrNorm", "Did you mean 'LayerNorm'"),
-        ("25,", "numbered 0 to 24"),
-        ("5-3", "There are no layers 5-3"),
-        ("blocks.2.nrm2", "Did you mean 'blocks.2.norm2'"),
-        ("conv*", "There is no norm site 'conv.'"),
-        ("", "name no norm site"),
-    ],
-)
-def test_layers_that_are_none(layers, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        select(sites(25), layers)
-
-
-def test_indices_stay_those_of_the_network_in_a_part_of_it():
-    part = select(sites(25), "3,8,20")
-    assert [site.index for site in select(part, "8,")] == [8]
-    assert [site.index for site in select(part, "2")] == [3, 20]
+def test_indices_stay_those_of_the_network_in_a_selection():
+    chosen = select(sites(25), "3,8,20")
+    assert [site.index for site in select(chosen, "8,")] == [8]
+    assert [site.index for site in select(chosen, "2")] == [3, 20]
     with pytest.raises(UsageError, match="numbered 3, 8, 20"):
-        select(part, "4,")
+        select(chosen, "4,")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +61,7 @@ def test_numbers_between_dots_make_no_kind(name, kind):
 def test_a_number_takes_both_ends_and_sites_near_even_steps_with_every_kind_by_turns(kinds, data):
     network = [site(i, f"blocks.{i}.{kind}") for i, kind in enumerate(kinds)]
     number = data.draw(st.integers(1, len(kinds)))
-    chosen = [one.index for one in select(network, number)]
+    chosen = [site.index for site in select(network, number)]
     assert len(chosen) == number
     assert chosen == sorted(set(chosen))
     if number == 1:
@@ -108,25 +91,21 @@ def test_a_number_takes_both_ends_and_sites_near_even_steps_with_every_kind_by_t
 def test_kinds_of_norm_are_layers(layers, expected):
     mixed = [site(i, f"blocks.{i}", ("LayerNorm", "RMSNorm")[i % 2]) for i in range(5)]
     mixed += [site(5, "BatchNorm2d", "GroupNorm"), site(6, "last", "BatchNorm2d")]
-    assert [one.index for one in select(mixed, layers)] == expected
-
-
-def test_few_sites_are_all_drawn_by_default():
-    assert [one.index for one in select(sites(3), None)] == [0, 1, 2]
+    assert [site.index for site in select(mixed, layers)] == expected
 
 
 def test_no_class_of_norm_is_missed_where_paths_are_numbers_alone():
     network = [site(i, str(i), ("LayerNorm", "RMSNorm")[i % 2]) for i in range(32)]
-    assert Counter(one.kind for one in select(network, 4)) == {"LayerNorm": 2, "RMSNorm": 2}
+    assert Counter(site.kind for site in select(network, 4)) == {"LayerNorm": 2, "RMSNorm": 2}
 
 
 def placed(*placements):
-    known = ("LayerNorm", (8,), -1, 8, 1e-6, True)
-    return [NormSite(i, f"blocks.{i}.norm", *known, place, 1, 1, True) for i, place in enumerate(placements)]
+    norm = ("LayerNorm", (8,), -1, 8, 1e-6, True)
+    return [NormSite(i, f"blocks.{i}.norm", *norm, placement, 1, 1, True) for i, placement in enumerate(placements)]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "numbers"),
+    ("layers", "numbers"),
     [
         ("all", [0, 1, 2, 3, 4]),
         ("pre-norm", [0, 2]),
@@ -138,20 +117,34 @@ def placed(*placements):
         (["pre-norm", "all"], [0, 1, 2, 3, 4]),
     ],
 )
-def test_sites_are_chosen_by_placement_name_and_number(wanted, numbers):
-    known = placed("pre-norm", "qk", "pre-norm", None, "final")
-    assert [site.index for site in select(known, wanted)] == numbers
+def test_sites_are_chosen_by_placement_name_and_number(layers, numbers):
+    network = placed("pre-norm", "qk", "pre-norm", None, "final")
+    assert [site.index for site in select(network, layers)] == numbers
 
 
-def test_sites_that_are_not_there():
-    with pytest.raises(UsageError, match=r"No norm here is post-norm; there are final, pre-norm\."):
-        select(placed("pre-norm", "final"), "post-norm")
-    with pytest.raises(UsageError, match=r"No norm here is qk; there are none with a placement\."):
-        select(placed(None), "qk")
-    with pytest.raises(UsageError, match="norm site 'norm1'"):
-        select(placed("pre-norm"), "pre-norm,norm1")
-    with pytest.raises(UsageError, match="name no norm site"):
-        select(placed("pre-norm"), [])
+VIT = sites(25)
+
+
+@pytest.mark.parametrize(
+    ("network", "layers", "sentence"),
+    [
+        (VIT, "0", r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python\."),
+        (VIT, "99", "The number of layers is 99, but there are 25 norm sites"),
+        (VIT, "LayrNorm", "Did you mean 'LayerNorm'"),
+        (VIT, "25,", "numbered 0 to 24"),
+        (VIT, "5-3", "There are no layers 5-3"),
+        (VIT, "blocks.2.nrm2", "Did you mean 'blocks.2.norm2'"),
+        (VIT, "conv*", "There is no norm site 'conv.'"),
+        (VIT, "", "name no norm site"),
+        (VIT, [], "name no norm site"),
+        (placed("pre-norm", "final"), "post-norm", r"No norm here is post-norm; there are final, pre-norm\."),
+        (placed(None), "qk", r"No norm here is qk; there are none with a placement\."),
+        (placed("pre-norm"), "pre-norm,norm1", "norm site 'norm1'"),
+    ],
+)
+def test_refusals(network, layers, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        select(network, layers)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from networks import network_of, report_of
+from networks import ChannelsFirst, network_of, report_of
 from torch import nn
 from transformers import Qwen3Config, Qwen3Model
 
@@ -105,10 +105,6 @@ def test_tokens_of_a_qk_norm_are_heads_times_positions():
 
 
 def test_additions_in_place_change_nothing():
-    class ChannelsFirst(nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x.mT).mT
-
     def forward(self, x):
         x = x * 2
         x += self.branch(x)
@@ -132,17 +128,17 @@ def placements(model, *inputs):
 
 
 def test_placements_in_networks_of_timm():
-    found = placements(timm.create_model("test_vit"), torch.randn(1, 3, 160, 160))
-    assert (found[0], found[-1]) == (("blocks.0.norm1", "pre-norm"), ("norm", "final"))
-    assert {placement for _, placement in found[:-1]} == {"pre-norm"}
+    named = placements(timm.create_model("test_vit"), torch.randn(1, 3, 160, 160))
+    assert (named[0], named[-1]) == (("blocks.0.norm1", "pre-norm"), ("norm", "final"))
+    assert {placement for _, placement in named[:-1]} == {"pre-norm"}
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2}
     model = timm.models.VisionTransformer(**sizes, qk_norm=True, num_classes=2)
-    found = dict(placements(model, torch.randn(1, 3, 8, 8)))
-    assert found["blocks.0.attn.q_norm"] == found["blocks.0.attn.k_norm"] == "qk"
-    assert found["blocks.0.norm1"] == "pre-norm"
-    found = placements(timm.create_model("test_convnext"), torch.randn(1, 3, 160, 160))
-    assert {placement for name, placement in found if ".blocks." in name} == {None}  # beside the residual stream
-    assert found[-1] == ("head.norm", "final")
+    by_name = dict(placements(model, torch.randn(1, 3, 8, 8)))
+    assert by_name["blocks.0.attn.q_norm"] == by_name["blocks.0.attn.k_norm"] == "qk"
+    assert by_name["blocks.0.norm1"] == "pre-norm"
+    named = placements(timm.create_model("test_convnext"), torch.randn(1, 3, 160, 160))
+    assert {placement for name, placement in named if ".blocks." in name} == {None}  # beside the residual stream
+    assert named[-1] == ("head.norm", "final")
 
 
 def block(forward):
@@ -161,8 +157,8 @@ def block(forward):
 )
 def test_other_kinds_of_blocks(forward, first, second):
     model = nn.Sequential(block(forward), block(forward), nn.LayerNorm(6))
-    found = dict(placements(model, torch.randn(1, 4, 6)))
-    assert (found["0.norm1"], found["1.norm2"], found["2"]) == (first, second, "final")
+    by_name = dict(placements(model, torch.randn(1, 4, 6)))
+    assert (by_name["0.norm1"], by_name["1.norm2"], by_name["2"]) == (first, second, "final")
 
 
 def test_wav2vec_placement_is_that_of_its_encoder_layers():
@@ -171,6 +167,5 @@ def test_wav2vec_placement_is_that_of_its_encoder_layers():
         # Convolutions, their bias, then width, dropout, position kernel and groups, layers, heads, and the rest.
         encoder = (16, 0.0, 3, 2, 3, 2, 0.0, 32, 0.0, 0.0, first, 0.0, None)
         model = models.wav2vec2_model("layer_norm", [(8, 10, 5), (8, 3, 2)], True, *encoder)
-        found = dict(placements(model, torch.randn(1, 800)))
-        inside = {placement for name, placement in found.items() if "transformer.layers" in name}
-        assert inside == {expected}
+        named = placements(model, torch.randn(1, 800))
+        assert {placement for name, placement in named if "transformer.layers" in name} == {expected}

@@ -5,12 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import network_of, report_of
+from networks import network_of, numbered_samples, report_of
 from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.inputs.batch import Sample
 
 D = 24
 HEADS = 4
@@ -265,15 +264,6 @@ def test_axes_are_those_that_share_a_statistic(name):
     assert seen.stats["0"].n_pairs == x.numel()
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x):
-        return self.a * x
-
-
 ALPHA, S, EACH = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor([-0.4])), learned(D, seed=3)
 
 # Forward, parts; curve, α, s and weight.
@@ -316,7 +306,7 @@ POINTWISE = {
     ),
     "nested": (
         lambda self, x: self.inner(x).tanh() * self.parts["gamma"],
-        {"inner": Scaled(), "parts": nn.ParameterDict({"gamma": W})},
+        {"inner": network_of(lambda self, x: self.a * x, a=ALPHA), "parts": nn.ParameterDict({"gamma": W})},
         ("tanh", 0.7, 0.0, W),
     ),
     "kinks, and a channel of constant output": (
@@ -449,8 +439,8 @@ def test_padding_is_counted_by_position_of_each_head():
     forward, parts, formula, _ = FORMULAS["one norm per head"]
     x, lengths = tokens(2, 5, D), torch.tensor([5, 2])
     valid = torch.arange(5) < lengths[:, None]
-    samples = tuple(Sample(str(n), n, n) for n in range(2))
-    seen = normscope.capture(nn.Sequential(made(forward, parts)), [normscope.Batch((x,), {}, samples, valid)])
+    batch = normscope.Batch((x,), {}, numbered_samples(2), valid)
+    seen = normscope.capture(nn.Sequential(made(forward, parts)), [batch])
     stats = seen.stats["0"]
     assert (stats.n_tokens, stats.n_pairs) == (7 * HEADS, 7 * D)
     expected = formula(x.double())[valid].square().sum()

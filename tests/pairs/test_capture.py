@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from networks import OneNorm, State, network_of
+from networks import Detector, State, network_of, numbered_samples
 from torch import nn
 
 import normscope
@@ -19,21 +19,17 @@ from normscope.pairs.recorder import CaptureOptions
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
-class Network(nn.Module):
+def network() -> nn.Module:
     """Two norms of different kind after layers whose tokens differ in scale."""
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Linear(6, 24)
-        self.first = nn.LayerNorm(24, eps=1e-5)
-        self.second = nn.RMSNorm(24, eps=1e-6)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.embed(x) * x.norm(dim=-1, keepdim=True) ** 3
         x = x + self.first(x)
         return self.dropout(self.second(x))
+
+    torch.manual_seed(0)
+    norms = {"first": nn.LayerNorm(24, eps=1e-5), "second": nn.RMSNorm(24, eps=1e-6)}
+    return network_of(forward, embed=nn.Linear(6, 24), **norms, dropout=nn.Dropout(0.5))
 
 
 def inputs(count: int = 3, seed: int = 1) -> list[torch.Tensor]:
@@ -59,10 +55,10 @@ def raw_pairs(network: nn.Module, batches: list[torch.Tensor]) -> dict[str, tupl
 
 
 def test_sums_equal_those_of_the_raw_pairs():
-    network, batches = Network(), inputs()
-    network.first.weight.data[:] = torch.linspace(0, 2, 24)  # y is before the affine step, also where γ is zero
-    seen = normscope.capture(network, batches)
-    for name, (x, y) in raw_pairs(network, batches).items():
+    model, batches = network(), inputs()
+    model.first.weight.data[:] = torch.linspace(0, 2, 24)  # y is before the affine step, also where γ is zero
+    seen = normscope.capture(model, batches)
+    for name, (x, y) in raw_pairs(model, batches).items():
         stats = seen.stats[name]
         assert stats.n_pairs == x.size == stats.density.sum()
         bins = np.searchsorted(PAIR_GRID.edges().numpy(), x.ravel(), side="right") - 1
@@ -80,12 +76,12 @@ def test_sums_equal_those_of_the_raw_pairs():
 
 
 def test_sums_by_gamma_and_per_channel_equal_those_of_the_raw_pairs():
-    network, batches = Network(), inputs()
-    network.first.weight.data[:] = torch.linspace(-2, 2, 24)
-    seen = normscope.capture(network, batches, by_gamma=True, per_channel=True)
-    x, y = raw_pairs(network, batches)["first"]
+    model, batches = network(), inputs()
+    model.first.weight.data[:] = torch.linspace(-2, 2, 24)
+    seen = normscope.capture(model, batches, by_gamma=True, per_channel=True)
+    x, y = raw_pairs(model, batches)["first"]
     stats = seen.stats["first"]
-    weight = network.first.weight.detach().double().numpy() ** 2
+    weight = model.first.weight.detach().double().numpy() ** 2
     ours = stats.gamma_moments.sum((0, 2)).numpy()
     expected = [len(x) * weight.sum(), *((weight * v).sum() for v in (x, y, x * x, x * y, y * y))]
     np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-9)  # Σy nearly cancels
@@ -97,21 +93,21 @@ def test_sums_by_gamma_and_per_channel_equal_those_of_the_raw_pairs():
 
 
 def test_batches_and_their_order_do_not_matter():
-    network = Network()
+    model = network()
     whole = torch.cat(inputs())
-    samples = tuple(Sample(f"photo {i}", i, i) for i in range(12))
+    samples = numbered_samples(12)
 
     def cut(*bounds: int) -> list[Batch]:
         return [Batch((whole[a:b],), samples=samples[a:b]) for a, b in itertools.pairwise(bounds)]
 
-    one = normscope.capture(network, cut(0, 12)).stats["first"]
-    for other_batches in (cut(0, 5, 6, 12), cut(0, 5, 12)[::-1]):
-        other = normscope.capture(network, other_batches).stats["first"]
-        assert torch.equal(one.moments[:, 0], other.moments[:, 0])
+    expected = normscope.capture(model, cut(0, 12)).stats["first"]
+    for batches in (cut(0, 5, 6, 12), cut(0, 5, 12)[::-1]):
+        stats = normscope.capture(model, batches).stats["first"]
+        assert torch.equal(stats.moments[:, 0], expected.moments[:, 0])
         # A matrix product over another batch may round differently in the last place, so compare loosely here.
-        assert torch.allclose(one.moments, other.moments, rtol=1e-5, atol=1e-4)
-        assert torch.equal(one.tokens.key, other.tokens.key)
-        assert torch.equal(one.pairs.key, other.pairs.key)
+        assert torch.allclose(stats.moments, expected.moments, rtol=1e-5, atol=1e-4)
+        assert torch.equal(stats.tokens.key, expected.tokens.key)
+        assert torch.equal(stats.pairs.key, expected.pairs.key)
 
 
 def broken_after(failure):
@@ -138,23 +134,13 @@ BAD = torch.zeros(4, 10, 5)
     ],
 )
 def test_the_network_is_restored(batches, error, words):
-    network = Network().train()
-    network.first.eval()
-    before, drawn = State(network), torch.get_rng_state()
+    model = network().train()
+    model.first.eval()
+    before, drawn = State(model), torch.get_rng_state()
     with contextlib.nullcontext() if error is None else pytest.raises(error, match=words):
-        normscope.capture(network, batches)
-    before.assert_same(network)
+        normscope.capture(model, batches)
+    before.assert_same(model)
     assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_nonfinite_tokens_are_counted_separately():
-    batch = inputs(1)[0]
-    clean = normscope.capture(Network(), [batch[:, 2:]]).stats["first"]
-    batch[:, 0], batch[:, 1, 0] = torch.nan, torch.inf
-    stats = normscope.capture(Network(), [batch]).stats["first"]
-    assert int(stats.nonfinite_tokens) == 8
-    assert stats.n_pairs == clean.n_pairs == 4 * 8 * 24
-    assert torch.isfinite(stats.moments).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -206,16 +192,13 @@ def test_norms_that_are_called_for_some_samples_only():
     ]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_exported_and_scripted_models_are_refused_and_traced_ones_run():
+def test_exported_models_are_refused_and_traced_ones_run():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     exported = torch.export.export(model, (batch,))
     for graph in (exported, exported.module(), nn.Sequential(exported.module(), nn.LayerNorm(8))):
         with pytest.raises(ModelError, match=r"Pass the module as it was before torch\.export\.export"):
             normscope.capture(graph, [batch])
-    with pytest.raises(ModelError, match="is TorchScript"):
-        normscope.capture(torch.jit.trace(model, batch), [batch])
     traced = normscope.capture(torch.fx.symbolic_trace(model), [batch])
     assert torch.equal(traced.stats["1"].moments, normscope.capture(model, [batch]).stats["1"].moments)
 
@@ -233,15 +216,6 @@ def test_norms_of_nested_tensors_are_named_as_skipped(layout):
     assert list(seen.stats) == ["plain"]
     reason = "it takes a nested tensor, whose tokens cannot be told apart by sample"
     assert [(norm.name, norm.reason) for norm in seen.skipped] == [("ragged", reason)]
-
-
-class Detector(OneNorm):
-    """Takes a list of images of different sizes, as torchvision's detectors do."""
-
-    def forward(self, images, targets=None):
-        if any(image.ndim != 3 for image in images):
-            raise ValueError("images is expected to be a list of 3d tensors")
-        return [self.norm(image) for image in images]
 
 
 @pytest.mark.parametrize(
@@ -263,31 +237,28 @@ def test_batches_that_are_no_arguments_name_a_batch_that_works(model, entry):
     assert (seen.n_samples, seen.stats["norm"].n_pairs) == (1, image.numel())
 
 
-@pytest.mark.parametrize(
-    ("batches", "error", "sentence"),
-    [
-        ([], DataError, "no batch"),
-        ([3], DataError, "Batch 0 is a int"),
-        ([{"scale": 2.0}], DataError, "has no tensor"),
-        ([torch.zeros(0, 10, 6)], DataError, "Batch 0 contains no sample"),
-        ([Batch((torch.zeros(2, 10, 6),))], DataError, "Batch 0 contains no sample"),
-    ],
-)
-def test_batches_without_samples_are_refused(batches, error, sentence):
-    with pytest.raises(error, match=sentence):
-        normscope.capture(Network(), batches)
-    with pytest.raises(UsageError, match="Did you mean 'first'"):
-        normscope.capture(Network(), inputs(1), layers="frist")
+REFUSED = {
+    "no batch": ([], "all", DataError, "no batch"),
+    "a number": ([3], "all", DataError, "Batch 0 is a int"),
+    "no tensor": ([{"scale": 2.0}], "all", DataError, "has no tensor"),
+    "an empty tensor": ([torch.zeros(0, 10, 6)], "all", DataError, "Batch 0 contains no sample"),
+    "no samples": ([Batch((torch.zeros(2, 10, 6),))], "all", DataError, "Batch 0 contains no sample"),
+    "a misspelt layer": (inputs(1), "frist", UsageError, "Did you mean 'first'"),
+}
+
+
+@pytest.mark.parametrize(("batches", "layers", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_refusals(batches, layers, error, words):
+    with pytest.raises(error, match=words):
+        normscope.capture(network(), batches, layers=layers)
 
 
 def test_progress_counts_samples():
-    told = []
-    network = normscope.load("demo_vit", limit=20, device="cpu")
-    normscope.capture(network, layers="norm", progress=lambda *step: told.append(step))
-    assert told == [("samples", done, 20) for done in (0, 8, 16, 20)]
-    told.clear()
-    normscope.capture(network.module, iter(list(network.inputs)), progress=lambda *step: told.append(step))
-    assert told == [("samples", done, None) for done in (0, 8, 16, 20)]
+    network, steps = normscope.load("demo_vit", limit=20, device="cpu"), []
+    for batches, total in ((None, 20), (iter(list(network.inputs)), None)):
+        steps.clear()
+        normscope.capture(network, batches, layers="norm", progress=lambda *step: steps.append(step))
+        assert steps == [("samples", n, total) for n in (0, 8, 16, 20)]
 
 
 def test_options_and_samples_may_be_numbers_of_numpy_and_torch(tmp_path):

@@ -2,22 +2,20 @@
 
 import pytest
 import torch
-from networks import network_of
+from captures import observed
+from networks import inputs_of, network_of, numbered_samples, sums_of
 from torch import nn
 
 import normscope
-from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.capture import captured
-from normscope.pairs.recorder import CaptureOptions
-
-
-def residual():
-    return network_of(lambda self, x: x + self.dense(self.norm1(x)), norm1=nn.LayerNorm(8), dense=nn.Linear(8, 8))
+from normscope.inputs.batch import Batch
 
 
 def network_of_blocks():
     torch.manual_seed(0)
-    first, second = residual(), residual()
+    first, second = (
+        network_of(lambda self, x: x + self.dense(self.norm1(x)), norm1=nn.LayerNorm(8), dense=nn.Linear(8, 8))
+        for _ in range(2)
+    )
     return network_of(
         lambda self, x: self.last(self.second(self.first(x))), first=first, second=second, last=nn.LayerNorm(8)
     )
@@ -78,8 +76,7 @@ def test_compiled_parts_are_seen_as_in_an_uncompiled_copy(batch, compiled, ran_b
     seen, plain = normscope.capture(network, [batch], verify=True), normscope.capture(network_of_blocks(), [batch])
     assert (compiler.graphs, compiler.runs) == before
     assert [site.name for site in seen.sites] == ["first.norm1", "second.norm1", "last"] and not seen.skipped
-    for ours, known in zip(seen.stats.values(), plain.stats.values(), strict=True):
-        assert torch.equal(ours.moments, known.moments)
+    assert all(torch.equal(seen.stats[name].moments, stats.moments) for name, stats in plain.stats.items())
     assert [site.placement for site in seen.sites] == [site.placement for site in plain.sites]
     chosen = normscope.capture(network, [batch], layers="first.norm1")
     assert list(chosen.stats) == ["first.norm1"]
@@ -88,7 +85,7 @@ def test_compiled_parts_are_seen_as_in_an_uncompiled_copy(batch, compiled, ran_b
     assert compiler.runs > before[1], "afterwards the network runs as it was compiled"
 
 
-def test_a_padded_encoder_counts_what_is_not_padding():
+def test_a_padded_encoder_counts_data_only():
     """Against each text by itself, as long as it is, in float64; what layers get there, no mask has touched."""
     torch.manual_seed(0)
     lengths, d = [5, 3, 4], 8
@@ -98,30 +95,19 @@ def test_a_padded_encoder_counts_what_is_not_padding():
         nn.init.normal_(parameter, std=0.5)
     x = torch.randn(len(lengths), max(lengths), d)
     padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
-    samples = tuple(Sample(f"text {i}", i, i) for i in range(len(lengths)))
-    batch = Batch((x,), {"src_key_padding_mask": padding}, samples, valid=~padding)
-    rows: dict[str, list[torch.Tensor]] = {}
-    summing = CaptureOptions(verify=True, observe=lambda site, x, y: rows.setdefault(site.name, []).append(y))
-    seen = captured(network, [batch], summing)
-
-    truth: dict[str, list[torch.Tensor]] = {name: [] for name in seen.stats}
+    batch = Batch((x,), {"src_key_padding_mask": padding}, numbered_samples(3), valid=~padding)
+    seen, raw = observed(network, [batch], verify=True)
     exact = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(d), enable_nested_tensor=False).double()
     exact.load_state_dict(network.state_dict())
     exact.eval()
-    for name, found in truth.items():
-        exact.get_submodule(name).register_forward_hook(lambda norm, args, output, found=found: found.append(args[0]))
-    with torch.no_grad():
-        for i, length in enumerate(lengths):
-            exact(x[i : i + 1, :length].double())
-    assert len(truth) == 5
-    for name, inputs in truth.items():
-        tokens = torch.cat([one[0] for one in inputs])
+    texts = [x[i : i + 1, :length].double() for i, length in enumerate(lengths)]
+    assert len(seen.stats) == 5
+    for name, calls in inputs_of(exact, seen.stats, texts).items():
+        tokens = torch.cat([call[0] for call in calls])
         centred = tokens - tokens.mean(-1, keepdim=True)
         y = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         stats = seen.stats[name]
         assert stats.n_pairs == sum(lengths) * d
         # The network ran in float32: a few roundings of 6e-8 a layer, on |y| of at most √(d−1).
-        [ours] = rows[name]
-        torch.testing.assert_close(ours.double(), y, rtol=0, atol=1e-5)
-        sums = torch.stack([(tokens**i * y**j).sum() for i, j in ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2))])
-        torch.testing.assert_close(stats.moments.sum((0, 2)), sums, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(raw[name][1], y, rtol=0, atol=1e-5)
+        torch.testing.assert_close(stats.moments.sum((0, 2)), sums_of(tokens, y), rtol=1e-5, atol=1e-4)

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import network_of, numbered_batches
+from networks import network_of, numbered_batches, numbered_samples, sums_of
 from torch import nn
 
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.norms.sites import short_names
 from normscope.pairs.storage import pack_sums
 
@@ -99,11 +99,6 @@ def recorded(*functions):
         for name in functions:
             patch.setattr(F, name, recording(getattr(F, name)))
         yield calls
-
-
-def sums(pairs):
-    x, y = (torch.cat([pair[number].flatten() for pair in pairs]) for number in (0, 1))
-    return torch.stack([torch.ones_like(x).sum(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
 
 
 def test_every_norm_of_a_network_like_nanochat_is_a_site():
@@ -203,7 +198,7 @@ def test_functions_without_a_token_of_their_own_are_skipped():
         assert skipped.name == f"(model):{name}" and skipped.kind == name[:-2] and reason in skipped.reason
 
 
-def test_calls_outside_of_modules_are_sites_and_inside_of_norms_are_none():
+def test_calls_outside_of_modules_are_sites():
     own = network_of(lambda self, x: self.part(x), "OwnNorm", part=network_of(lambda self, x: norm(x)))
     model = nn.Sequential(own, nn.Linear(6, 6))
     batches = [torch.randn(3, 6)]
@@ -260,7 +255,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_functions_are_sites_in_whatever_method_they_are_called(way):
+def test_functions_are_sites_in_every_method(way):
     forward, names = WAYS[way]
     batches = [torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     model = TwoTowers().eval()
@@ -272,13 +267,8 @@ def test_functions_are_sites_in_whatever_method_they_are_called(way):
         for batch in batches:
             forward(model, batch)
     moments = sum(stats.moments.sum((0, 2)) for stats in seen.stats.values())
-    torch.testing.assert_close(moments, sums(calls), rtol=1e-5, atol=1e-4)  # no norm has a weight
-
-
-def test_passes_outside_of_modules_are_compared_with_the_first():
-    calls = iter([norm, torch.tanh])
-    with pytest.raises(ModelError, match=r"The code outside of modules called other .*: none, not rms_norm\."):
-        normscope.capture(TwoTowers(), [torch.randn(3, 6)], forward=lambda model, x: next(calls)(model.ln(x)))
+    x, y = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in zip(*calls, strict=True))
+    torch.testing.assert_close(moments, sums_of(x, y), rtol=1e-5, atol=1e-4)  # no norm has a weight
 
 
 def test_weights_that_are_normalized_outside_of_modules_are_no_activations():
@@ -313,7 +303,7 @@ def test_padding_is_in_no_sum():
     lengths = torch.tensor([7, 4, 2])
     valid = torch.arange(7) < lengths[:, None]
     ids = torch.randint(WORDS, (3, 7), generator=torch.Generator().manual_seed(0))
-    samples = tuple(Sample(f"text {i}", i, i) for i in range(3))
+    samples = numbered_samples(3)
     model = Nanochat().double()
     together = normscope.capture(model, [Batch((ids,), {}, samples, valid=valid)], verify=True)
     alone = [Batch((ids[i : i + 1, :length],), {}, samples[i : i + 1]) for i, length in enumerate(lengths)]
@@ -346,11 +336,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_pass_with_other_calls_than_the_first_is_refused(change):
-    short, long, said = CHANGES[change]
+    short, long, words = CHANGES[change]
     model = of_length(5, short, long)
-    with pytest.raises(ModelError, match=f"The forward of 2 called other norm functions .*: {said}\\."):
+    with pytest.raises(ModelError, match=f"The forward of 2 called other norm functions .*: {words}\\."):
         normscope.capture(model, [torch.randn(2, 3, 6), torch.randn(2, 8, 6)])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_passes_outside_of_modules_are_compared_with_the_first():
+    calls = iter([norm, torch.tanh])
+    with pytest.raises(ModelError, match=r"The code outside of modules called other .*: none, not rms_norm\."):
+        normscope.capture(TwoTowers(), [torch.randn(3, 6)], forward=lambda model, x: next(calls)(model.ln(x)))
 
 
 def test_sequences_that_differ_between_calls_of_one_pass_are_all_expected():
@@ -376,8 +372,8 @@ def test_a_norm_over_its_whole_input_takes_inputs_of_any_length():
     assert (site.normalized_shape, site.channels, site.grouped, site.tokens_per_sample) == ((1, 50), 1, True, 1)
     stats, rows = seen.stats[site.name], [wave.double() for wave in waves]
     assert (stats.n_pairs, stats.n_tokens, stats.fold_by) == (194, 3, "source")
-    y = [F.layer_norm(row, row.shape) for row in rows]
-    torch.testing.assert_close(stats.moments.sum((0, 2)), sums(list(zip(rows, y, strict=True))), rtol=1e-12, atol=1e-12)
+    x, y = torch.cat(rows, 1), torch.cat([F.layer_norm(row, row.shape) for row in rows], 1)
+    torch.testing.assert_close(stats.moments.sum((0, 2)), sums_of(x, y), rtol=1e-12, atol=1e-12)
     both = normscope.capture(model, [torch.randn(2, 50), torch.randn(2, 50)], verify=True).stats[site.name]
     assert (both.n_pairs, both.n_tokens, both.fold_by) == (200, 2, None)
 

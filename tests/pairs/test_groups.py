@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from captures import assert_same_tensors
+from networks import network_of
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -171,17 +172,11 @@ class BatchParallel(nn.Module):
         return self.norm(distribute_tensor(x, self.mesh, [Shard(0)])).full_tensor()
 
 
-class Heads(nn.Module):
+def heads():
     """A norm of tokens, and one of the heads, of which each rank has one as a plain tensor."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.up, self.heads = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.RMSNorm(D)
-        self.double()
-
-    def forward(self, x):
-        return self.heads(self.up(self.norm(x)).unflatten(-1, (-1, D)))
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(D), "up": nn.Linear(D, 2 * D), "heads": nn.RMSNorm(D)}
+    return network_of(lambda self, x: self.heads(self.up(self.norm(x)).unflatten(-1, (-1, D))), **layers).double()
 
 
 def of_tensor_parallel(folder, rank):
@@ -194,8 +189,8 @@ def of_tensor_parallel(folder, rank):
         swapped(folder, f"{parallel.__name__} {rank}", network, seen)
     seen_by_batch = normscope.capture(BatchParallel(mesh), [batch(0), batch(1)], group=None, **OPTIONS)
     save(folder, f"batch_parallel {rank}", seen_by_batch)
-    heads = parallelize_module(Heads(), mesh, {"up": ColwiseParallel()})
-    save(folder, f"heads {rank}", normscope.capture(heads, [batch(0)], group=None))
+    divided = parallelize_module(heads(), mesh, {"up": ColwiseParallel()})
+    save(folder, f"heads {rank}", normscope.capture(divided, [batch(0)], group=None))
     save_refusals(folder, rank, mesh, network, seen)
 
 
@@ -321,22 +316,22 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
     return folder
 
 
-def assert_same(seen, known):
+def assert_same(seen, expected):
     """Counts and drawn samples to the bit; sums to the rounding of float64, in another order of additions."""
-    assert [site.name for site in seen.sites] == [site.name for site in known.sites]
-    assert_same_tensors(pack(seen)[1], pack(known)[1])
-    assert (seen.n_samples, seen.about) == (known.n_samples, known.about)
-    assert [kept.key for kept in seen.inputs] == [kept.key for kept in known.inputs]
+    assert [site.name for site in seen.sites] == [site.name for site in expected.sites]
+    assert_same_tensors(pack(seen)[1], pack(expected)[1])
+    assert (seen.n_samples, seen.about) == (expected.n_samples, expected.about)
+    assert [kept.key for kept in seen.inputs] == [kept.key for kept in expected.inputs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_ranks_with_batches_of_their_own_see_what_one_process_sees(folder, name):
+def test_ranks_with_own_batches_match_one_process(folder, name):
     seen = normscope.load_capture(of_all(folder / "two", name, "safetensors"))
     batches = [batch(index) for index in (BATCHES[:4] if name in SHARDED else BATCHES)]
     assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
@@ -345,9 +340,9 @@ def test_ranks_with_batches_of_their_own_see_what_one_process_sees(folder, name)
 
 
 @pytest.mark.slow
-def test_a_rank_without_batches_sees_what_the_other_sees(folder):
-    known = normscope.capture(Network(), [batch(index) for index in BATCHES], **OPTIONS)
-    assert_same(normscope.load_capture(of_all(folder / "two", "empty", "safetensors")), known)
+def test_a_rank_without_batches_matches_the_others(folder):
+    expected = normscope.capture(Network(), [batch(index) for index in BATCHES], **OPTIONS)
+    assert_same(normscope.load_capture(of_all(folder / "two", "empty", "safetensors")), expected)
     probed = normscope.load_capture(of_all(folder / "two", "probed", "safetensors"))
     assert_same_tensors(pack(probed)[1], pack(normscope.capture(Network(), [batch(0), batch(1)]))[1])
 
@@ -359,10 +354,10 @@ def of_all(folder, name, extension, size=2):
     return files[0]
 
 
-def assert_same_drift(file, known):
+def assert_same_drift(file, seen):
     """Outputs differ by roundings of float64, 1e-16 each; the fitted curves by those of sums, of 1e-12."""
     network = Network()
-    modules = normscope.replacements(network, "dyt", known, layers=SWAPPED)
+    modules = normscope.replacements(network, "dyt", seen, layers=SWAPPED)
     expected_rows = drifts(normscope.drift(network, [batch(8), batch(9)], modules))
     for (site, *measured), (name, *expected) in zip(json.loads(file.read_text()), expected_rows, strict=True):
         assert (site, measured) == (name, pytest.approx(expected, rel=1e-6))
@@ -378,16 +373,16 @@ def assert_same_drift(file, known):
 )
 def test_ranks_with_the_same_data_count_once(folder, program, name, size, swaps):
     seen = normscope.load_capture(of_all(folder / program, name, "safetensors", size))
-    known = normscope.capture(Network(), [batch(index) for index in BATCHES][: 5 if size == 2 else 4], **OPTIONS)
-    assert_same(seen, known)
+    expected = normscope.capture(Network(), [batch(index) for index in BATCHES][: 5 if size == 2 else 4], **OPTIONS)
+    assert_same(seen, expected)
     if swaps:
-        assert_same_drift(of_all(folder / program, name, "json", size), known)
+        assert_same_drift(of_all(folder / program, name, "json", size), expected)
 
 
 @pytest.mark.slow
 def test_norms_of_fully_sharded_networks_are_swapped(folder):
-    known = normscope.capture(Network(), [batch(index) for index in BATCHES[:4]])
-    assert_same_drift(of_all(folder / "sharded", "fully_sharded", "json"), known)
+    seen = normscope.capture(Network(), [batch(index) for index in BATCHES[:4]])
+    assert_same_drift(of_all(folder / "sharded", "fully_sharded", "json"), seen)
 
 
 @pytest.mark.slow
@@ -401,12 +396,12 @@ def test_norms_whose_heads_ranks_divide_are_skipped(folder):
     seen = normscope.load_capture(of_all(folder / "sharded", "heads", "safetensors"))
     [skipped] = seen.skipped
     assert skipped.name == "heads" and "each has some of the heads" in skipped.reason
-    known = normscope.capture(Heads(), [batch(0)], layers="norm")
-    assert_same_tensors(pack(seen.only("norm"))[1], pack(known)[1])
+    expected = normscope.capture(heads(), [batch(0)], layers="norm")
+    assert_same_tensors(pack(seen.only("norm"))[1], pack(expected)[1])
 
 
 @pytest.mark.slow
-def test_what_sharded_networks_do_not_support_is_refused(folder):
+def test_unsupported_actions_on_sharded_networks_are_refused(folder):
     errors = json.loads((folder / "sharded" / "errors 0.json").read_text())
     assert "blocks.0.norm1 is sharded along its channels, so that no rank sees a whole token" in errors["channels"]
     assert "norm1 (RMSNorm): ranks that share the network have different inputs of it" in errors["batches"]
@@ -416,7 +411,7 @@ def test_what_sharded_networks_do_not_support_is_refused(folder):
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_agree_are_refused(folder):
+def test_disagreeing_ranks_are_refused(folder):
     errors = [json.loads((folder / "two" / f"errors {rank}.json").read_text()) for rank in range(2)]
     for said in errors:
         assert said["mesh"].startswith("UsageError: group is a DeviceMesh of the axes dp, tp. Pass the axis along")

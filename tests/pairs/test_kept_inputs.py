@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from timm.layers import LayerNorm2d
 from torch import nn
 
 import normscope
@@ -29,7 +30,7 @@ class Network(nn.Module):
         self.patches = nn.Conv2d(3, 8, 4, 4)
         self.first, self.shared, self.positions_first = (nn.LayerNorm(8) for _ in range(3))
         self.windows, self.heads = nn.LayerNorm(8), nn.LayerNorm(4)
-        self.channels_first = ChannelsFirst(8)
+        self.channels_first = LayerNorm2d(8, eps=1e-5)
         self.groups = nn.GroupNorm(2, 8)
 
     def forward(self, x):
@@ -41,17 +42,6 @@ class Network(nn.Module):
         tokens = self.windows(tokens.reshape(len(x) * 4, 6, 8)).reshape(len(x), 24, 8)
         heads = tokens.reshape(len(x), 24, 2, 4).transpose(1, 2)
         return self.heads(heads)
-
-
-class ChannelsFirst(nn.LayerNorm):
-    """As timm's LayerNorm2d, which normscope knows by its name."""
-
-    def forward(self, x):
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
-ChannelsFirst.__name__ = "LayerNorm2d"
-ChannelsFirst.__module__ = "timm.layers.norm"
 
 
 def pictures(numbers):
@@ -83,12 +73,12 @@ def lines_seen(number):
     model, seen = Network().double().eval(), {}
 
     def hook(name):
-        def heard(module, args):
+        def record(module, args):
             x = args[0].detach()
             x = x.movedim(1, -1) if name == "channels_first" else x
             seen.setdefault(name, []).append(x.reshape(-1, x.shape[-1]))
 
-        return heard
+        return record
 
     for name in NORMS:
         model.get_submodule(name).register_forward_pre_hook(hook(name))
@@ -106,9 +96,9 @@ def assert_tokens_of(kept, number):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_every_token_has_its_line_in_whatever_way_tokens_lie(batch_size):
+def test_every_token_has_its_line_in_every_layout(batch_size):
     seen = normscope.capture(Network(), Pictures(batch_size=batch_size), keep_inputs=2)
-    assert [one.name for one in seen.inputs] == ["picture 0, sample 0", "picture 1, sample 1"]
+    assert [kept.name for kept in seen.inputs] == ["picture 0, sample 0", "picture 1, sample 1"]
     for number, kept in enumerate(seen.inputs):
         assert_tokens_of(kept, number)
         assert kept.preview.pixels.shape == (16, 24, 3)
@@ -129,14 +119,14 @@ def test_kept_inputs_do_not_change_the_sums():
 
 
 @pytest.mark.parametrize("batch_size", [2, 7])
-def test_those_of_least_number_are_kept_in_any_order_and_batches(batch_size):
+def test_the_lowest_numbered_inputs_are_kept_in_any_order(batch_size):
     seen = normscope.capture(Network(), Pictures([5, 2, 6, 0, 4, 1, 3], batch_size), keep_inputs=3)
-    assert [one.sample.index for one in seen.inputs] == [0, 1, 2]
+    assert [kept.sample.index for kept in seen.inputs] == [0, 1, 2]
     for kept in seen.inputs:
         assert_tokens_of(kept, kept.sample.index)
 
 
-def test_batches_that_memory_ends_at_are_kept_once():
+def test_inputs_of_batches_split_for_memory_are_kept_once():
     model = Network()
 
     def at_most_two(module, args):
@@ -145,7 +135,7 @@ def test_batches_that_memory_ends_at_are_kept_once():
 
     model.windows.register_forward_pre_hook(at_most_two)
     seen = normscope.capture(model, Pictures(batch_size=7), keep_inputs=4)
-    assert [one.sample.index for one in seen.inputs] == [0, 1, 2, 3]
+    assert [kept.sample.index for kept in seen.inputs] == [0, 1, 2, 3]
     for kept in seen.inputs:
         assert_tokens_of(kept, kept.sample.index)
 
@@ -163,19 +153,19 @@ def test_padding_has_no_line():
     torch.testing.assert_close(tokens.shift[:2], model[0].weight[[5, 6]].mean(1), **CLOSE)
 
 
-def test_of_a_diffusion_model_each_timestep_is_kept():
+def test_every_timestep_of_a_diffusion_model_is_kept():
     seen = normscope.capture(
         normscope.load("demo_dit", limit=3, timesteps="980,660"), layers=2, keep_inputs=2, by_part=True
     )
     parts = ["timestep 980", "timestep 660"]
-    assert [one.part for one in seen.inputs] == [part for part in parts for _ in range(2)]
-    assert [one.sample.source for one in seen.inputs[:2]] == ["trajectory 0", "trajectory 1"]
+    assert [kept.part for kept in seen.inputs] == [part for part in parts for _ in range(2)]
+    assert [kept.sample.source for kept in seen.inputs[:2]] == ["trajectory 0", "trajectory 1"]
     for part in parts:
-        assert [one.part for one in seen.parts[part].inputs] == [part] * 2
+        assert [kept.part for kept in seen.parts[part].inputs] == [part] * 2
     guided = normscope.capture(
         normscope.load("demo_dit", limit=2, guidance=2, timesteps="980,"), layers=2, keep_inputs=2
     )
-    assert [one.sample.source for one in guided.inputs[:2]] == ["trajectory 0", "trajectory 1"]
+    assert [kept.sample.source for kept in guided.inputs[:2]] == ["trajectory 0", "trajectory 1"]
 
 
 def test_inputs_without_a_preview_are_not_kept():
@@ -189,17 +179,19 @@ def seen():
     return normscope.capture(Network(), Pictures(), keep_inputs=2)
 
 
-def same(one, other):
-    assert [dataclasses.asdict(kept.sample) for kept in one] == [dataclasses.asdict(kept.sample) for kept in other]
-    for mine, theirs in zip(one, other, strict=True):
+def same(inputs, expected):
+    assert [dataclasses.asdict(kept.sample) for kept in inputs] == [
+        dataclasses.asdict(kept.sample) for kept in expected
+    ]
+    for mine, theirs in zip(inputs, expected, strict=True):
         for name in ("size", "along_width", "length", "words", "note"):
             assert getattr(mine.preview, name) == getattr(theirs.preview, name)
         assert torch.equal(mine.preview.pixels, theirs.preview.pixels)
         assert mine.part == theirs.part and set(mine.tokens) == set(theirs.tokens)
         for name, tokens in mine.tokens.items():
             assert tokens.shape == theirs.tokens[name].shape
-            for what in ("shift", "sigma", "sizes"):
-                torch.testing.assert_close(getattr(tokens, what), getattr(theirs.tokens[name], what), **CLOSE)
+            for field in ("shift", "sigma", "sizes"):
+                torch.testing.assert_close(getattr(tokens, field), getattr(theirs.tokens[name], field), **CLOSE)
 
 
 def test_a_file_contains_kept_inputs(seen, tmp_path):
@@ -235,8 +227,8 @@ def test_a_damaged_file_is_refused(seen, tmp_path, change):
 
 
 def test_merged_captures_have_the_inputs_of_both():
-    one, other = (normscope.capture(Network(), Pictures(order), keep_inputs=1) for order in (range(3), range(3, 6)))
-    assert [kept.sample.index for kept in normscope.merge_captures([one, other]).inputs] == [0, 3]
+    first, second = (normscope.capture(Network(), Pictures(order), keep_inputs=1) for order in (range(3), range(3, 6)))
+    assert [kept.sample.index for kept in normscope.merge_captures([first, second]).inputs] == [0, 3]
 
 
 def test_a_resumed_capture_keeps_the_same_inputs(tmp_path, seen):
@@ -264,12 +256,12 @@ def test_the_tail_is_counted_from_an_edge_of_the_grid():
         assert abs(edge - beyond) <= 0.125 * beyond or edge in (2.0**SIZE_GRID.low, 2.0**SIZE_GRID.high)
 
 
-def test_the_first_are_those_of_each_part_and_data_set(seen):
-    one, other = seen.inputs
-    noisy = dataclasses.replace(other, part="timestep 5")
-    elsewhere = dataclasses.replace(other, sample=dataclasses.replace(other.sample, data="other pictures"))
-    kept = first_inputs([other, noisy, one, elsewhere, one], 1)
-    assert [(one.part, one.sample.data, one.sample.index) for one in kept] == [
+def test_first_inputs_are_selected_per_part_and_data_set(seen):
+    first, second = seen.inputs
+    noisy = dataclasses.replace(second, part="timestep 5")
+    elsewhere = dataclasses.replace(second, sample=dataclasses.replace(second.sample, data="other pictures"))
+    kept = first_inputs([second, noisy, first, elsewhere, first], 1)
+    assert [(kept.part, kept.sample.data, kept.sample.index) for kept in kept] == [
         ("", "pictures", 0),
         ("timestep 5", "pictures", 1),
         ("", "other pictures", 1),

@@ -49,16 +49,14 @@ def batch(indices, *, source=None, data="noise", tokens=5, spoilt=False, part=""
     return Batch((x,), samples=tuple(samples), part=part)
 
 
-class Network(nn.Module):
+def network():
     """Two norms, of which the second is not called for every sample, and a third that only later ones call."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.late = nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(16)
 
     def forward(self, x, *, late=False, short=False):
         x = self.first(x)
         return (x if short else self.second(x)) + (self.late(x) if late else 0)
+
+    return network_of(forward, **{name: nn.LayerNorm(16) for name in ("first", "second", "late")})
 
 
 class Shown(list):
@@ -91,7 +89,7 @@ def run_rank(folder, rank):
             assert hasattr(dist.distributed_c10d, name)
             setattr(dist.distributed_c10d, name, refused_to_pickle)
         said["told"] = ranks.gather(MESSAGES[rank])
-        said["each"] = [list(one) for one in ranks.gather_bytes(bytes([rank] * rank))]
+        said["each"] = [list(data) for data in ranks.gather_bytes(bytes([rank] * rank))]
         left_out = merge_left_out(LeftOut({rank: f"{rank}.png: \udcff"} if rank else {}, rank), ranks)
         said["left out"] = [left_out.lines, left_out.cut]
         said["alike"] = []
@@ -100,7 +98,7 @@ def run_rank(folder, rank):
                 said["alike"].append(check_alike(ranks, settings))
             except DataError as error:
                 said["alike"].append(str(error))
-        whole = captured(Network(), network_batches(), CaptureOptions(by_part=True, keep_inputs=1), ranks=ranks)
+        whole = captured(network(), network_batches(), CaptureOptions(by_part=True, keep_inputs=1), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))
@@ -126,7 +124,9 @@ def folder(tmp_path_factory):
     given["PYTHONPATH"] = os.pathsep.join(sys.path)
     environments = [{**os.environ, **given, "RANK": str(rank)} for rank in range(SIZE)]
     command = [sys.executable, __file__, str(folder)]
-    processes = [subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) for own in environments]
+    processes = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments
+    ]
     ends = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 9], "\n".join(ends)
     return folder
@@ -135,10 +135,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(folder):
     """Return what each rank knew in the end; and check that all knew the same."""
-    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
-    alike = [told[rank].pop("alike") for rank in range(SIZE)]
-    assert told[0] == told[1] == told[2]
-    return {**told[0], "alike": alike}
+    answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+    alike = [answers[rank].pop("alike") for rank in range(SIZE)]
+    assert answers[0] == answers[1] == answers[2]
+    return {**answers[0], "alike": alike}
 
 
 def test_tokens_of_no_sample_are_drawn_anywhere_in_their_batch():
@@ -161,14 +161,14 @@ def test_ranks_with_different_options_all_refuse(said):
     for rank, (alike, other) in enumerate(said["alike"]):
         assert alike is None
         shown = r"['a', '']" if rank < 2 else "['a', 'b']"
-        which = 2 if rank < 2 else 0
-        assert other.startswith(f"Rank {which} sees another layers than rank {rank}: {shown}, not [")
+        rank_named = 2 if rank < 2 else 0
+        assert other.startswith(f"Rank {rank_named} sees another layers than rank {rank}: {shown}, not [")
         assert other.endswith("All hosts need the same files and the same options.")
 
 
 @pytest.mark.slow
 def test_a_capture_by_all_is_the_capture_of_one(folder, said):
-    whole = capture(Network(), network_batches(), by_part=True, keep_inputs=1)
+    whole = capture(network(), network_batches(), by_part=True, keep_inputs=1)
     assert len({(folder / f"whole {rank}.safetensors").read_bytes() for rank in range(SIZE)}) == 1
     seen = normscope.load_capture(folder / "whole 0.safetensors")
     assert_same_tensors(pack(seen)[1], pack(whole)[1])

@@ -187,7 +187,7 @@ def fused(forward, at_most):
     return network
 
 
-def test_tokens_that_cannot_be_told_apart_are_not_counted_wrongly():
+def test_inseparable_tokens_are_refused():
     def forward(self, x):  # one sample at a time: how often the norm is called is the size of the batch
         return torch.cat([self.fuse(self.norm(x[i : i + 1]), i + 1) for i in range(len(x))])
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from networks import network_of
+from networks import network_of, numbered_samples
 from torch import nn
 
 import normscope
@@ -15,29 +15,20 @@ HEADS, HEAD_DIM = 4, 6
 WIDTH = HEADS * HEAD_DIM
 
 
-class Encoder(nn.Module):
+LAYOUTS = {
+    "tokens": lambda norm, x, heads: norm(x),
+    "flattened": lambda norm, x, heads: norm(x.flatten(0, 1)).view_as(x),
+    "sequence first": lambda norm, x, heads: norm(x.transpose(0, 1)).transpose(0, 1),
+    "pooled": lambda norm, x, heads: norm(x[:, 0]),
+    "heads last": lambda norm, x, heads: norm(x.unflatten(-1, (heads, HEAD_DIM))),
+    "heads first": lambda norm, x, heads: norm(x.unflatten(-1, (heads, HEAD_DIM)).transpose(1, 2)),
+}
+
+
+def encoder(layout: str, heads: int = HEADS) -> nn.Module:
     """One norm behind a layout, on tokens that do not look at one another."""
-
-    def __init__(self, layout: str, heads: int = HEADS) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layout, self.heads = layout, heads
-        self.norm = nn.LayerNorm(HEAD_DIM if "heads" in layout else WIDTH, eps=1e-3)
-
-    def forward(self, x, attention_mask=None):
-        match self.layout:
-            case "tokens":
-                return self.norm(x)
-            case "flattened":
-                return self.norm(x.flatten(0, 1)).view_as(x)
-            case "sequence first":
-                return self.norm(x.transpose(0, 1)).transpose(0, 1)
-            case "pooled":
-                return self.norm(x[:, 0])
-            case "heads last":
-                return self.norm(x.unflatten(-1, (self.heads, HEAD_DIM)))
-            case "heads first":
-                return self.norm(x.unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2))
+    norm = nn.LayerNorm(HEAD_DIM if "heads" in layout else WIDTH, eps=1e-3)
+    return network_of(lambda self, x, attention_mask=None: LAYOUTS[layout](self.norm, x, heads), norm=norm)
 
 
 def sequences(width: int = WIDTH) -> list[torch.Tensor]:
@@ -54,27 +45,20 @@ def padded(width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
     return x, valid
 
 
-def samples(*numbers: int) -> tuple[Sample, ...]:
-    return tuple(Sample(f"text {number}", number, number) for number in numbers)
-
-
-def assert_same_sums(one, other) -> None:
-    assert (one.n_pairs, one.n_tokens) == (other.n_pairs, other.n_tokens)
+def assert_same_sums(stats, expected) -> None:
+    assert (stats.n_pairs, stats.n_tokens) == (expected.n_pairs, expected.n_tokens)
     for name in ("moments", "density", "channel_sums", "token_offsets", "token_scales"):
-        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-9, atol=1e-9)
-    assert torch.equal(one.channel_extremes, other.channel_extremes)
-    assert torch.equal(one.largest.x, other.largest.x)
-
-
-LAYOUTS = ["tokens", "flattened", "sequence first", "pooled", "heads last", "heads first"]
+        torch.testing.assert_close(getattr(stats, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
+    assert torch.equal(stats.channel_extremes, expected.channel_extremes)
+    assert torch.equal(stats.largest.x, expected.largest.x)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_padded_batch_has_the_sums_of_its_samples_one_at_a_time(layout):
-    model = Encoder(layout)
+    model = encoder(layout)
     x, valid = padded()
-    together = normscope.capture(model, [Batch((x,), {}, samples(0, 1, 2), valid=valid)])
-    alone = normscope.capture(model, [Batch((s,), {}, samples(i)) for i, s in enumerate(sequences())])
+    together = normscope.capture(model, [Batch((x,), {}, numbered_samples(3), valid=valid)])
+    alone = normscope.capture(model, [Batch((s,), {}, numbered_samples(1, i)) for i, s in enumerate(sequences())])
     assert_same_sums(together.stats["norm"], alone.stats["norm"])
     positions = len(LENGTHS) if layout == "pooled" else sum(LENGTHS)
     assert together.stats["norm"].n_pairs == positions * WIDTH
@@ -82,40 +66,45 @@ def test_a_padded_batch_has_the_sums_of_its_samples_one_at_a_time(layout):
         assert float(together.stats["norm"].channel_extremes.abs().max()) < 1e3
 
 
-def test_a_mask_to_be_added_to_attention_is_refused():
-    x, valid = padded()
-    with pytest.raises(DataError, match="holds other values than 0 and 1"):
-        normscope.capture(Encoder("tokens"), [{"x": x, "attention_mask": (1.0 - valid.float()) * -1e4}])
+REFUSED = {
+    "values to be added": (
+        lambda x, valid: {"x": x, "attention_mask": (1.0 - valid.float()) * -1e4},
+        "holds other values than 0 and 1",
+    ),
+    "more positions than tokens": (
+        lambda x, valid: Batch((x,), {}, numbered_samples(3), valid=torch.cat([valid, valid], 1)),
+        r"of 18 positions\. Pass samples of one length, or one at a time",
+    ),
+}
+
+
+@pytest.mark.parametrize(("entry", "words"), REFUSED.values(), ids=REFUSED)
+def test_masks_of_other_values_or_lengths_are_refused(entry, words):
+    with pytest.raises(DataError, match=words):
+        normscope.capture(encoder("tokens"), [entry(*padded())])
 
 
 @pytest.mark.parametrize("layout", ["heads last", "heads first"])
 def test_as_many_heads_as_positions_are_refused(layout):
     heads = max(LENGTHS)
     x, valid = padded(heads * HEAD_DIM)
-    batch = Batch((x,), {}, samples(0, 1, 2), valid=valid)
+    batch = Batch((x,), {}, numbered_samples(3), valid=valid)
     with pytest.raises(DataError, match=r"norm \(input \(3, 9, 9, 6\)\) it cannot be told .* of 9 positions"):
-        normscope.capture(Encoder(layout, heads), [batch])
-    whole = Batch((x,), {}, samples(0, 1, 2))
-    assert normscope.capture(Encoder(layout, heads), [whole]).stats["norm"].n_pairs == x.numel()
+        normscope.capture(encoder(layout, heads), [batch])
+    whole = Batch((x,), {}, numbered_samples(3))
+    assert normscope.capture(encoder(layout, heads), [whole]).stats["norm"].n_pairs == x.numel()
 
 
 @pytest.mark.parametrize("layout", ["heads last", "heads first"])
 def test_an_earlier_batch_tells_heads_from_positions(layout):
     x, valid = padded()
     batches = [
-        Batch((x,), {}, samples(0, 1, 2), valid=valid),
-        Batch((x[:, :HEADS],), {}, samples(3, 4, 5), valid=valid[:, :HEADS]),
+        Batch((x,), {}, numbered_samples(3), valid=valid),
+        Batch((x[:, :HEADS],), {}, numbered_samples(3, 3), valid=valid[:, :HEADS]),
     ]
-    seen = normscope.capture(Encoder(layout), batches).stats["norm"]
+    seen = normscope.capture(encoder(layout), batches).stats["norm"]
     assert seen.n_pairs == (sum(LENGTHS) + int(valid[:, :HEADS].sum())) * WIDTH
     assert float(seen.channel_extremes.abs().max()) < 1e3
-
-
-def test_tokens_that_are_no_positions_of_the_mask_are_an_error():
-    x, valid = padded()
-    batch = Batch((x,), {}, samples(0, 1, 2), valid=torch.cat([valid, valid], 1))
-    with pytest.raises(DataError, match=r"of 18 positions\. Pass samples of one length, or one at a time"):
-        normscope.capture(Encoder("tokens"), [batch])
 
 
 def halved(self, x, attention_mask):
@@ -145,13 +134,13 @@ def test_a_refusal_names_the_reason_and_its_remedies_work(forward, norm, why):
     alone = [{"x": s, "attention_mask": torch.ones(1, s.shape[1]).long()} for s in sequences()]
     assert normscope.capture(model, alone).stats["norm"].n_tokens
     if "valid_within" in str(error.value):
-        all_data = Batch((), inputs, samples(0, 1, 2), valid=valid, valid_within={"norm": None})
+        all_data = Batch((), inputs, numbered_samples(3), valid=valid, valid_within={"norm": None})
         assert normscope.capture(model, [all_data]).stats["norm"].n_tokens
     if forward is halved:
         few = {"x": x[:2], "attention_mask": (torch.arange(9) < torch.tensor([[3], [2]])).long()}
         with pytest.raises(DataError, match="it cannot be told"):  # although as many positions are left as are data
             normscope.capture(model, [few])
-        apart = Batch((), inputs, samples(0, 1, 2), valid=valid, valid_within={"norm": valid[:, ::2]})
+        apart = Batch((), inputs, numbered_samples(3), valid=valid, valid_within={"norm": valid[:, ::2]})
         assert normscope.capture(model, [apart]).stats["norm"].n_tokens == int(valid[:, ::2].sum())
 
 
@@ -172,7 +161,10 @@ def unpadded(layout: str, padding: bool = False) -> nn.Module:
 def test_tokens_without_their_padding_are_all_data_of_their_samples(layout, lengths):
     x, _ = padded()
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
-    batches = [Batch((x, mask), samples=samples(0, 1, 2)), Batch((x[1:2], mask[1:2]), samples=samples(3))]
+    batches = [
+        Batch((x, mask), samples=numbered_samples(3)),
+        Batch((x[1:2], mask[1:2]), samples=numbered_samples(1, 3)),
+    ]
     seen = normscope.capture(unpadded(layout), batches, verify=True, keep_inputs=1).stats["norm"]
     same = normscope.capture(unpadded(layout, padding=True), batches).stats["norm"]
     assert_same_sums(seen, same)
@@ -181,12 +173,12 @@ def test_tokens_without_their_padding_are_all_data_of_their_samples(layout, leng
 
 
 def test_passes_of_the_batch_iterator_are_not_recorded():
-    model = Encoder("tokens")
+    model = encoder("tokens")
 
     def sampler():
         x = sequences()[0]
         for step in range(3):
-            yield Batch((x,), {}, samples(step))
+            yield Batch((x,), {}, numbered_samples(1, step))
             x = x + 0.1 * model(x)  # as a sampler's steps do
 
     seen = normscope.capture(model, sampler()).stats["norm"]
@@ -227,7 +219,7 @@ def deberta(buckets: int = 6) -> nn.Module:
 def test_a_padded_batch_of_deberta_has_the_sums_of_its_texts_one_at_a_time():
     model, chosen = deberta(), texts()
     together = normscope.capture(model, [batch_of(chosen)], verify=True)
-    alone = normscope.capture(model, [batch_of([one], len(one[0])) for one in chosen])
+    alone = normscope.capture(model, [batch_of([text], len(text[0])) for text in chosen])
     assert TABLE in together.stats and together.stats.keys() == alone.stats.keys()
     for name, stats in together.stats.items():
         times = len(chosen) if name == TABLE else 1  # the table is normed once for each batch
@@ -255,25 +247,23 @@ def test_a_table_counts_once_for_batches_of_any_size_and_length(sizes):
     assert seen.fold_by is None
 
 
-class Positional(nn.Module):
+def positional(axes: int) -> nn.Module:
     """Positions that are normed before they are added to the tokens: made of a buffer, without an axis of samples."""
-
-    def __init__(self, axes: int) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.register_buffer("positions", torch.randn(*(1,) * (axes - 2), 40, TEXT_WIDTH))
-        self.words = nn.Embedding(50, TEXT_WIDTH)
-        self.norm, self.last = nn.LayerNorm(TEXT_WIDTH), nn.LayerNorm(TEXT_WIDTH)
 
     def forward(self, input_ids, attention_mask):
         length = input_ids.shape[1]
         return self.last(self.words(input_ids) + self.norm(self.positions[..., :length, :].clone()))
 
+    norms = {name: nn.LayerNorm(TEXT_WIDTH) for name in ("norm", "last")}
+    network = network_of(forward, words=nn.Embedding(50, TEXT_WIDTH), **norms)
+    network.register_buffer("positions", torch.randn(*(1,) * (axes - 2), 40, TEXT_WIDTH))
+    return network
+
 
 @pytest.mark.parametrize("axes", [2, 3])
 def test_positions_that_serve_every_sample_all_count(axes):
     longer = texts(lengths=(12, 4, 4), first=8)
-    seen = normscope.capture(Positional(axes), [batch_of(texts()), batch_of(longer, 12)], verify=True)
+    seen = normscope.capture(positional(axes), [batch_of(texts()), batch_of(longer, 12)], verify=True)
     assert seen.stats["norm"].n_pairs == (9 + 12) * TEXT_WIDTH
     assert seen.stats["norm"].fold_by is None
     assert seen.stats["last"].n_pairs == (sum(TEXT_LENGTHS) + 20) * TEXT_WIDTH
@@ -298,21 +288,21 @@ def test_parts_sum_up_to_the_whole_and_survive_merges_and_choices():
 
     def batches(*numbers):
         x = {number: sequences()[number % 3] for number in numbers}
-        return [Batch((x[i],), {}, samples(i), part=f"timestep {i % 2}") for i in numbers]
+        return [Batch((x[i],), {}, numbered_samples(1, i), part=f"timestep {i % 2}") for i in numbers]
 
     model = network_of(forward, first=nn.LayerNorm(WIDTH), second=nn.RMSNorm(WIDTH))
     seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True, by_part=True)
     assert list(seen.parts) == ["timestep 0", "timestep 1"]
     assert {part.n_samples for part in seen.parts.values()} == {2} and seen.n_samples == 4
     for name, stats in seen.stats.items():
-        one, two = (part.stats[name] for part in seen.parts.values())
-        assert_same_sums(one.merge(two), stats)
+        first, second = (part.stats[name] for part in seen.parts.values())
+        assert_same_sums(first.merge(second), stats)
         np.testing.assert_allclose(
-            stats.gamma_moments.sum((0, 2)), (one.gamma_moments + two.gamma_moments).sum((0, 2)), rtol=1e-12
+            stats.gamma_moments.sum((0, 2)), (first.gamma_moments + second.gamma_moments).sum((0, 2)), rtol=1e-12
         )
     both = seen.merge(normscope.capture(model, batches(4, 6), by_gamma=True, by_part=True))
     assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
-    pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
+    pairs = {part: capture.stats["first"].n_pairs for part, capture in both.parts.items()}
     assert sum(pairs.values()) == both.stats["first"].n_pairs
     early, late = both.parts.values()
     assert "part" not in early.merge(late).about
@@ -332,15 +322,14 @@ def test_parts_of_a_network_that_count_other_positions_have_masks_of_their_own()
 
     both = network_of(forward, encoder=nn.Sequential(nn.LayerNorm(4)), decoder=nn.Sequential(nn.LayerNorm(4)))
     x, y = torch.randn(2, 7, 4), torch.randn(2, 5, 4)
-    heard, written = torch.arange(7) < torch.tensor([[3], [6]]), torch.arange(5) < torch.tensor([[5], [2]])
-    pair = (Sample("a", 0, 0), Sample("b", 1, 1))
-    batch = Batch((x, y), samples=pair, valid=written, valid_within={"encoder": heard})
+    spoken, written = torch.arange(7) < torch.tensor([[3], [6]]), torch.arange(5) < torch.tensor([[5], [2]])
+    batch = Batch((x, y), samples=numbered_samples(2), valid=written, valid_within={"encoder": spoken})
     seen = normscope.capture(both, [batch])
     assert (seen.stats["encoder.0"].n_pairs, seen.stats["decoder.0"].n_pairs) == (9 * 4, 7 * 4)
     n, total = seen.stats["encoder.0"].moments.sum((0, 2))[:2]
-    assert n == 9 * 4 and total == pytest.approx(float(x[heard].double().sum()), rel=1e-12)
-    assert batch.padded and torch.equal(batch.take([1]).valid_at("encoder.0"), heard[1:])
+    assert n == 9 * 4 and total == pytest.approx(float(x[spoken].double().sum()), rel=1e-12)
+    assert batch.padded and torch.equal(batch.take([1]).valid_at("encoder.0"), spoken[1:])
     apart = normscope.capture(both, [batch.take([0]), batch.take([1])])
     for name, stats in apart.stats.items():
-        ours, theirs = (one.moments.sum((0, 2)) for one in (stats, seen.stats[name]))
+        ours, theirs = (sums.moments.sum((0, 2)) for sums in (stats, seen.stats[name]))
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # sums of float64 in another order

@@ -25,16 +25,15 @@ UNREADABLE, LATE = {3, 8}, 9
 ABOUT = {"model": "toy", "weights": "trained"}
 
 
-class Network(nn.Module):
+def network():
     """Two norms, and one that a single sample calls, which is not the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.other, self.late = nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8)
 
     def forward(self, x, *, late=False):
         x = x.to(self.norm.weight.dtype)
         return self.other(self.norm(x) ** 3) + (self.late(x) if late else 0)
+
+    unweighted = nn.LayerNorm(8, elementwise_affine=False)
+    return network_of(forward, norm=nn.LayerNorm(8), other=unweighted, late=nn.LayerNorm(8))
 
 
 class Inputs:
@@ -83,7 +82,7 @@ def stop(after, killed=False):
 
 def run(folder, *, inputs=None, every=NEVER, resume=True, stopping=lambda: False, **options):
     checkpoints = Checkpoints(folder, every, resume, stopping)
-    model = Network().to(options.pop("dtype", torch.float32))
+    model = network().to(options.pop("dtype", torch.float32))
     about, layers = options.pop("about", ABOUT), options.pop("layers", "all")
     summing = CaptureOptions(**{"by_part": True, **options})
     seen = captured(model, inputs or Inputs(), summing, layers=layers, about=about, checkpoints=checkpoints)
@@ -99,7 +98,7 @@ def stopped(folder, after, **options):
 
 @pytest.fixture(scope="module")
 def whole():
-    return capture(Network(), Inputs(), about=ABOUT, by_part=True)
+    return capture(network(), Inputs(), about=ABOUT, by_part=True)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +140,7 @@ def test_a_killed_capture_resumes(tmp_path, whole, ends):
 )
 def test_all_options_of_a_capture_resume(tmp_path, options):
     stopped(tmp_path, 3, **options)
-    alone = capture(Network(), Inputs(), about=ABOUT, by_part=True, **options)
+    alone = capture(network(), Inputs(), about=ABOUT, by_part=True, **options)
     assert differences(run(tmp_path, **options), alone) == []
 
 
@@ -149,17 +148,16 @@ def test_a_norm_that_a_part_calls_only_behind_a_checkpoint(tmp_path):
     def forward(self, x, *, short):
         return self.first(x) if short else self.second(self.first(x))
 
-    network = network_of(forward, first=nn.LayerNorm(8), second=nn.LayerNorm(8))
+    model = network_of(forward, first=nn.LayerNorm(8), second=nn.LayerNorm(8))
     batches = [dataclasses.replace(Inputs().batch(i), kwargs={"short": i == 1}) for i in range(6)]
     for _ in range(3):
         with pytest.raises(StoppedError):
             checkpoints = Checkpoints(tmp_path, NEVER, resume=True, stopping=stop(2))
-            captured(network, batches, CaptureOptions(by_part=True), checkpoints=checkpoints)
-    seen = captured(
-        network, batches, CaptureOptions(by_part=True), checkpoints=Checkpoints(tmp_path, NEVER, resume=True)
-    )
+            captured(model, batches, CaptureOptions(by_part=True), checkpoints=checkpoints)
+    resumed = Checkpoints(tmp_path, NEVER, resume=True)
+    seen = captured(model, batches, CaptureOptions(by_part=True), checkpoints=resumed)
     assert seen.stats["second"].n_tokens == 5 * 40
-    assert differences(seen, capture(network, batches, by_part=True)) == []
+    assert differences(seen, capture(model, batches, by_part=True)) == []
 
 
 OTHERS = {
@@ -212,13 +210,7 @@ def test_a_capture_continues_where_its_checkpoint_cannot_be_written(tmp_path, wh
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "kept"
     with caplog.at_level(logging.WARNING):
-        seen = captured(
-            Network(),
-            Inputs(),
-            CaptureOptions(by_part=True),
-            about=ABOUT,
-            checkpoints=Checkpoints(folder, 0, resume=True),
-        )
+        seen = run(folder, every=0)
     assert len(caplog.records) == 6
     assert caplog.records[0].getMessage().endswith("The run goes on; what was kept before stays as it was.")
     assert_as_if_nothing_happened(seen, whole)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from captures import moments_of, observed
-from networks import OneNorm, network_of
+from networks import OneNorm, network_of, numbered_samples
 from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.pairs.sums import loops, reference
 
 D, LENGTH = 12, 9
@@ -18,10 +18,6 @@ LEFT = [[0] * 3 + [1] * 6, [0] * 8 + [1], [1] * 9, [0] * 9]
 RIGHT = [[1] * 6 + [0] * 3, [1] + [0] * 8, [1] * 9, [1] * 2 + [0] * 7]
 ALL = [[1] * 9] * 4
 HOLES = [[0, 1, 0, 1, 1, 0, 1, 1, 0], [1] * 9, [0, 0, 1, 1, 0, 0, 0, 0, 1], [1, 0, 1, 0, 1, 0, 1, 0, 1]]
-
-
-def samples_of(number, first=0):
-    return tuple(Sample(f"text {i}", i, i) for i in range(first, first + number))
 
 
 def texts(number=4, length=LENGTH, seed=0, d=D):
@@ -57,10 +53,12 @@ def assert_sums(seen, rows):
 
 @pytest.mark.parametrize("skip", [0, 1, 3])
 @pytest.mark.parametrize("mask", [None, LEFT, RIGHT, HOLES], ids=["none", "left", "right", "holes"])
-def test_sums_are_those_of_the_positions_behind(skip, mask):
+def test_sums_contain_only_later_positions(skip, mask):
     x = texts()
     valid = None if mask is None else torch.tensor(mask, dtype=torch.bool)
-    seen = normscope.capture(OneNorm(nn.LayerNorm(D)), [Batch((x,), samples=samples_of(4), valid=valid)], skip=skip)
+    seen = normscope.capture(
+        OneNorm(nn.LayerNorm(D)), [Batch((x,), samples=numbered_samples(4), valid=valid)], skip=skip
+    )
     sums = seen.stats["norm"]
     assert_sums(sums, rows_kept(x, skip, mask))
     sequences = [sample[row == 1] for sample, row in zip(x.double().numpy(), np.array(mask or ALL), strict=True)]
@@ -77,12 +75,12 @@ def test_sums_are_those_of_the_positions_behind(skip, mask):
 
 def test_the_first_position_and_the_rest_are_the_whole():
     """To rounding, bin by bin; without positions that are left out, on their own."""
-    batches = [Batch((texts(seed=n),), samples=samples_of(4, 4 * n)) for n in range(3)]
-    whole, rest = (normscope.capture(OneNorm(nn.LayerNorm(D)), batches, skip=skip).stats["norm"] for skip in (0, 1))
-    both = rest.moments.sum(0) + whole.first_moments.mT
+    batches = [Batch((texts(seed=n),), samples=numbered_samples(4, 4 * n)) for n in range(3)]
+    whole, later = (normscope.capture(OneNorm(nn.LayerNorm(D)), batches, skip=skip).stats["norm"] for skip in (0, 1))
+    both = later.moments.sum(0) + whole.first_moments.mT
     torch.testing.assert_close(whole.moments.sum(0), both, rtol=1e-12, atol=1e-12)
     assert whole.position_sums[1].sum() == pytest.approx(float(whole.channel_sums[1].sum()), rel=1e-12)
-    assert torch.equal(rest.position_sums[:, 1:], whole.position_sums[:, 1:])
+    assert torch.equal(later.position_sums[:, 1:], whole.position_sums[:, 1:])
 
 
 def test_all_sums_raw_pairs_and_kept_inputs_omit_them():
@@ -91,7 +89,7 @@ def test_all_sums_raw_pairs_and_kept_inputs_omit_them():
     model = OneNorm(nn.LayerNorm(D))
     with torch.no_grad():
         model.norm.weight.copy_(torch.linspace(0.5, 2, D))
-    seen, raw = observed(model, [Batch((x,), samples=samples_of(4))], skip=2, **options)
+    seen, raw = observed(model, [Batch((x,), samples=numbered_samples(4))], skip=2, **options)
     rows, y = pairs_of(rows_kept(x, 2))
     assert raw["norm"][0].numpy() == pytest.approx(rows, rel=1e-6)
     sums, gamma = seen.stats["norm"], torch.linspace(0.5, 2, D).double().numpy()
@@ -121,7 +119,7 @@ def test_norms_of_heads(heads_first, mask):
     x = texts(d=24)
     valid = None if mask is None else torch.tensor(mask, dtype=torch.bool)
     model = queries_of_heads(heads_first)
-    seen = normscope.capture(model, [Batch((x,), samples=samples_of(4), valid=valid)], skip=1)
+    seen = normscope.capture(model, [Batch((x,), samples=numbered_samples(4), valid=valid)], skip=1)
     q = model.norm(x).detach().unflatten(-1, (4, -1))
     rows = rows_kept(q.flatten(2), 1, mask).reshape(-1, 6)
     assert seen.stats["q_norm"].n_tokens == len(rows)
@@ -132,7 +130,7 @@ def test_norms_of_heads(heads_first, mask):
 def test_positions_before_samples_and_channels_before_positions(batch):
     x = texts(batch)
     sequence_first = network_of(lambda net, x: net.norm(x.transpose(0, 1)), norm=nn.LayerNorm(D))
-    seen = normscope.capture(sequence_first, [Batch((x,), samples=samples_of(batch))], skip=2)
+    seen = normscope.capture(sequence_first, [Batch((x,), samples=numbered_samples(batch))], skip=2)
     assert_sums(seen.stats["norm"], rows_kept(x, 2))
 
 
@@ -143,7 +141,7 @@ def test_a_site_with_fewer_positions_counts_its_own():
         norm1=nn.LayerNorm(D),
         norm2=nn.LayerNorm(2 * D),
     )
-    seen = normscope.capture(merging, [Batch((texts(),), samples=samples_of(4))], skip=1)
+    seen = normscope.capture(merging, [Batch((texts(),), samples=numbered_samples(4))], skip=1)
     assert (seen.stats["norm1"].n_tokens, seen.stats["norm2"].n_tokens) == (4 * 8, 4 * 2)
 
 
@@ -178,12 +176,12 @@ REFUSED = {
 def test_norms_without_positions_are_refused_by_name(case):
     model, words = REFUSED[case]
     with pytest.raises(UsageError, match=words):
-        normscope.capture(model, [Batch((texts(),), samples=samples_of(4))], skip=1)
-    normscope.capture(model, [Batch((texts(),), samples=samples_of(4))])
+        normscope.capture(model, [Batch((texts(),), samples=numbered_samples(4))], skip=1)
+    normscope.capture(model, [Batch((texts(),), samples=numbered_samples(4))])
 
 
 def test_as_many_heads_as_positions_are_refused():
-    batches = [Batch((texts(length=4, d=24),), samples=samples_of(4))]
+    batches = [Batch((texts(length=4, d=24),), samples=numbered_samples(4))]
     with pytest.raises(UsageError, match=r"at q_norm .* heads and positions that cannot be told apart"):
         normscope.capture(queries_of_heads(True), batches, skip=1)
     assert normscope.capture(queries_of_heads(True), batches, layers="norm", skip=1).stats["norm"].n_tokens == 12
@@ -203,7 +201,9 @@ def test_wrong_numbers_of_positions_are_refused():
 
 def test_a_capture_describes_the_positions_it_omits(tmp_path):
     model = OneNorm(nn.LayerNorm(D))
-    seen = [normscope.capture(model, [Batch((texts(),), samples=samples_of(4, 4 * n))], skip=n) for n in (0, 1, 2)]
+    seen = [
+        normscope.capture(model, [Batch((texts(),), samples=numbered_samples(4, 4 * n))], skip=n) for n in (0, 1, 2)
+    ]
     again = normscope.load_capture(normscope.save_capture(seen[2], tmp_path / "seen.safetensors"))
     assert (seen[0].skip, again.skip) == (0, 2)
     assert torch.equal(again.stats["norm"].first_moments, seen[2].stats["norm"].first_moments)
@@ -212,7 +212,7 @@ def test_a_capture_describes_the_positions_it_omits(tmp_path):
     assert "without" not in repr(seen[0]) and "without" not in seen[0].about["data"]
     with pytest.raises(DataError, match="skip=1 with one with skip=2"):
         seen[1].merge(seen[2])
-    merged = seen[1].merge(normscope.capture(model, [Batch((texts(),), samples=samples_of(4, 90))], skip=1))
+    merged = seen[1].merge(normscope.capture(model, [Batch((texts(),), samples=numbered_samples(4, 90))], skip=1))
     assert merged.skip == 1 and merged.stats["norm"].position_sums[0, :3].tolist() == [0.0, 8.0, 8.0]
 
 
@@ -221,7 +221,7 @@ def test_the_reference_and_the_compiled_loop_agree(monkeypatch):
     x = texts()
     x[1, 0, 3] = torch.nan
     valid = torch.tensor(HOLES, dtype=torch.bool)
-    batches = [Batch((x,), samples=samples_of(4), valid=valid)]
+    batches = [Batch((x,), samples=numbered_samples(4), valid=valid)]
     for norm in (nn.LayerNorm(D), nn.RMSNorm(D)):
         by_loop = normscope.capture(OneNorm(norm), batches).stats["norm"]
         with monkeypatch.context() as patch:

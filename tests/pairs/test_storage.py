@@ -3,12 +3,12 @@ import json
 
 import pytest
 import torch
+from networks import numbered_samples
 from safetensors import safe_open
 from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Sample
 from normscope.pairs.storage import load_capture, save_capture
 from normscope.runtime.checked_files import read_checked, write_checked
 
@@ -23,7 +23,7 @@ def seen():
     batches = [
         normscope.Batch(
             (torch.randn(count, length, 4),),
-            samples=tuple(Sample(f"sample {i}", i, i) for i in range(first, first + count)),
+            samples=numbered_samples(count, first),
             part=part,
         )
         for part, first, count, length in (("early", 0, 6, 8), ("late", 6, 3, 5))
@@ -154,12 +154,12 @@ def test_group_that_saw_only_nonfinite_tokens(tmp_path):
     x = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
     x[:, :4] = torch.nan
     seen = normscope.capture(nn.Sequential(nn.GroupNorm(2, 8)), [x])
-    own = load_capture(save_capture(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
-    assert (own.n_pairs, int(own.nonfinite_tokens)) == (3 * 4 * 5, 3)
-    assert torch.equal(own.channel_extremes, seen.stats["0"].channel_extremes)
-    assert torch.equal(own.reach, x.nan_to_num().abs().amax((0, 2)))
+    stats = load_capture(save_capture(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
+    assert (stats.n_pairs, int(stats.nonfinite_tokens)) == (3 * 4 * 5, 3)
+    assert torch.equal(stats.channel_extremes, seen.stats["0"].channel_extremes)
+    assert torch.equal(stats.reach, x.nan_to_num().abs().amax((0, 2)))
     (card,) = normscope.norm_cards(seen)
-    assert card.tails.largest == float(own.reach.max())
+    assert card.tails.largest == float(stats.reach.max())
     assert {channel.channel for channel in card.tails.channels} <= set(range(4, 8))
 
 

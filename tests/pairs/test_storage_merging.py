@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 import torch
 from captures import assert_same_capture
-from networks import network_of
+from networks import network_of, numbered_samples
 from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Sample
 
 
 def captured(network, batches, **changes):
@@ -58,9 +57,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_captures_of_different_kinds_are_refused(thirds, tmp_path, what):
-    change, reason = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_captures_of_different_kinds_are_refused(thirds, tmp_path, case):
+    change, reason = REFUSED[case]
     files = [tmp_path / f"{name}.safetensors" for name in ("a", "b", "c")]
     for file, seen in zip(files, [*thirds[:2], change(thirds[2])], strict=True):
         normscope.save_capture(seen, file)
@@ -104,13 +103,13 @@ def test_an_input_whose_tokens_are_among_the_largest():
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(32))
     inputs = torch.randn(800, 1, 4, 32)
-    batches = [normscope.Batch((x,), samples=(Sample(f"{i}", i, i),)) for i, x in enumerate(inputs)]
+    batches = [normscope.Batch((x,), samples=numbered_samples(1, i)) for i, x in enumerate(inputs)]
     inputs[400] *= 4
-    one, other = normscope.capture(model, batches[:401]), normscope.capture(model, batches[400:])
-    assert not torch.isin(one.stats["0"].tokens.key, other.stats["0"].tokens.key).any()
+    first, second = normscope.capture(model, batches[:401]), normscope.capture(model, batches[400:])
+    assert not torch.isin(first.stats["0"].tokens.key, second.stats["0"].tokens.key).any()
     with pytest.raises(DataError, match="both hold sample 400 of the same data"):
-        normscope.merge_captures([one, other])
-    normscope.merge_captures([normscope.capture(model, batches[:400]), other])
+        normscope.merge_captures([first, second])
+    normscope.merge_captures([normscope.capture(model, batches[:400]), second])
 
 
 def test_tokens_of_no_sample_are_those_of_their_batch():
@@ -119,11 +118,11 @@ def test_tokens_of_no_sample_are_those_of_their_batch():
     # One token fewer: they no longer divide among the samples.
     split = network_of(lambda self, x: self.norm(x.reshape(-1, 8)[:-1]), norm=nn.LayerNorm(8))
     batches = [torch.randn(4, 6, 8) for _ in range(2)]
-    one, again, other = (normscope.capture(split, [batch]) for batch in (batches[0], *batches))
-    keys = [seen.stats["norm"].tokens.key for seen in (one, again, other)]
+    first, again, second = (normscope.capture(split, [batch]) for batch in (batches[0], *batches))
+    keys = [seen.stats["norm"].tokens.key for seen in (first, again, second)]
     assert torch.equal(keys[0], keys[1]) and not torch.isin(keys[2], keys[0]).any()
-    for second in (again, other):
-        assert normscope.merge_captures([one, second]).stats["norm"].n_tokens == 2 * 23
+    for later in (again, second):
+        assert normscope.merge_captures([first, later]).stats["norm"].n_tokens == 2 * 23
 
 
 def test_names_are_joined_once(thirds):

@@ -114,8 +114,8 @@ for model in (nn.LayerNorm(4), Own()):
     with restoring(nn.Sequential(model)):
         print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize("failure", [None, KeyboardInterrupt()])

@@ -35,6 +35,6 @@ def test_ranks_are_those_of_torchrun(environment, place, monkeypatch):
     assert (place.alone, place.is_first) == (place.ranks == 1, place.rank == 0)
 
 
-def test_ranks_are_known_without_torch():
+def test_ranks_need_no_torch():
     code = "import sys, normscope.runtime.processes, normscope.inputs.chunks; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -74,7 +74,7 @@ class InputDataset(Inputs, Dataset[Item]):
         of: str = "",
         remarks: Sequence[str] = (),
         cut_to: str = "",
-        others: int = 0,
+        n_other: int = 0,
         normalized_by: Normalized | None = None,
         words: Words | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class InputDataset(Inputs, Dataset[Item]):
         self.batch_size = 1 if one_by_one else options.batch_size
         self.normalized_by, self.words = normalized_by, words
         self._total, self._options, self._name, self._of = total, options, name, of
-        self._remarks, self._cut_to, self._others = remarks, cut_to, others
+        self._remarks, self._cut_to, self._n_other = remarks, cut_to, n_other
 
     @property
     def n_samples(self) -> int:
@@ -106,7 +106,7 @@ class InputDataset(Inputs, Dataset[Item]):
             *self._remarks,
             f"{cut:,} cut to {self._cut_to}" if cut else "",
             f"{unreadable:,} unreadable" if unreadable else "",
-            f"{count(self._others, 'other file')} left out" if self._others else "",
+            f"{count(self._n_other, 'other file')} left out" if self._n_other else "",
         ]
         name, in_parentheses = f"{self._name}: " if self._name else "", ", ".join(filter(None, remarks))
         return name + self._selected_of(self._of) + (f" ({in_parentheses})" if in_parentheses else "")
@@ -261,13 +261,13 @@ class Files(InputDataset):
         self.root, self._read = Path(str(options.data)), read
         self.read_as = f" as {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         self.classes: Mapping[str, int] = {}
-        self.paths, others = find_files(self.root, kind, suffixes)
+        self.paths, n_other = find_files(self.root, kind, suffixes)
         companions = [path.with_suffix(beside) for path in self.paths] if beside and self.root.is_dir() else []
         companions = [path for path in companions if path.is_file()]
-        others -= len(set(companions))
+        n_other -= len(set(companions))
         self._data = listing_digest(self.root, self.paths + companions)
         n_files = len(self.paths)
-        super().__init__(n_files, options, name=str(self.root), of=count(n_files, kind), others=others, **described)
+        super().__init__(n_files, options, name=str(self.root), of=count(n_files, kind), n_other=n_other, **described)
 
     def samples(self, number: int) -> list[Sample]:
         name = name_in(self.root, self.paths[number])
@@ -364,15 +364,15 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
 
     def temporary(path: Path) -> bool:
-        return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.relative_to(root).parts)
+        return any(name.startswith(".") or name.endswith(CHECKPOINT) for name in path.relative_to(root).parts)
 
     files = sorted((path for path in root.rglob("*") if not path.is_dir() and not temporary(path)), key=Path.as_posix)
     matching = [path for path in files if path.suffix.lower() in suffixes]
-    others = len(files) - len(matching)
+    n_other = len(files) - len(matching)
     if not matching:
-        only = f", only {count(others, 'other file')}" if others else ""
+        only = f", only {count(n_other, 'other file')}" if n_other else ""
         raise DataError(f"The folder {str(root)!r} contains no {noun}{only}.")
-    return matching, others
+    return matching, n_other
 
 
 def name_in(root: Path, path: Path) -> str:

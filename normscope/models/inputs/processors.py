@@ -129,7 +129,7 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
     padding = "max_length" if "siglip" in config.model_type else False  # as the library's own pipeline has it
     tokenizing = {"padding": padding, "truncation": True, "max_length": longest}
     text_encoder = next(
-        (name for name, part in module.named_modules() if type(getattr(part, "config", None)) is type(text_config)), ""
+        (name for name, node in module.named_modules() if type(getattr(node, "config", None)) is type(text_config)), ""
     )
 
     def prepared(image: Image.Image, text: str) -> Content:
@@ -281,7 +281,7 @@ class RecordingProcessor:
             return Batch(kwargs=kwargs, valid=valid), cut
         kwargs |= {"decoder_input_ids": self._decoder_ids(transcript), "use_cache": False}
         encoder = self.module.get_encoder()
-        path = next(name for name, part in self.module.named_modules() if part is encoder)
+        path = next(name for name, child in self.module.named_modules() if child is encoder)
         return Batch(kwargs=kwargs, valid_within={} if valid is None else {path: valid}), cut
 
     def _extracted(self, extractor: Any, waveform: Tensor) -> Any:

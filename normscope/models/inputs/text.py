@@ -128,11 +128,11 @@ class Texts(_Tokenized):
     def __init__(self, tokenization: Tokenization, options: LoadOptions) -> None:
         """Find the beginning of each text; DataError if there is none."""
         if options.data is None:
-            name, others, self._data, self._source_is_line = "normscope's page", 0, "page", True
+            name, n_other, self._data, self._source_is_line = "normscope's page", 0, "page", True
             self._documents: list[tuple[str, Traversable]] = [("page.txt", _PAGE)]
         else:
             root = Path(options.data)
-            paths, others = find_files(root, "text file", _SUFFIXES)
+            paths, n_other = find_files(root, "text file", _SUFFIXES)
             self._data, self._source_is_line = listing_digest(root, paths), not root.is_dir()
             name, self._documents = str(root), [(name_in(root, path), path) for path in paths]
         lines = ((i, *line) for i, (_, document) in enumerate(self._documents) for line in _lines_of(document))
@@ -141,7 +141,7 @@ class Texts(_Tokenized):
         total, n_files = len(self._lines), count(len(self._documents), "file")
         if not total:
             raise DataError(f"{name} contains no text: {n_files} without a line that is not blank.")
-        super().__init__(tokenization, total, options, name=name, of=count(total, "text"), others=others)
+        super().__init__(tokenization, total, options, name=name, of=count(total, "text"), n_other=n_other)
 
     def texts(self, number: int) -> Sequence[str]:
         document, offset, line = self._lines[number].tolist()
@@ -220,16 +220,16 @@ def _positions(module: nn.Module, config: Any) -> int:
     """Return the maximum number of tokens of a text."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     limits = [limit] if limit > 0 else []
-    for name, part in module.named_modules():
-        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-            limits.append(len(part.weight) - part.padding_idx - 1)  # RoBERTa counts positions from there
+    for name, child in module.named_modules():
+        if name.endswith("position_embeddings") and getattr(child, "padding_idx", None) is not None:
+            limits.append(len(child.weight) - child.padding_idx - 1)  # RoBERTa counts positions from there
     return min(limits, default=LONGEST)
 
 
-def check_tokens(tokens: Sequence[int], vocabulary: int | None, what: str = "it") -> None:
+def check_tokens(tokens: Sequence[int], vocabulary: int | None, subject: str = "it") -> None:
     """Refuse tokens that the model has no embedding for, which a GPU would answer with an assertion."""
     if vocabulary is not None and max(tokens) >= vocabulary:
-        raise DataError(f"the tokenizer makes token {max(tokens)} of {what}, and the model knows {vocabulary}")
+        raise DataError(f"the tokenizer makes token {max(tokens)} of {subject}, and the model knows {vocabulary}")
 
 
 class SentencePairs(_Tokenized):
@@ -296,7 +296,7 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
     return pairs
 
 
-def _pair(place: str, row: Sequence[str], columns: Sequence[str]) -> tuple[str, str, float]:
+def _pair(line: str, row: Sequence[str], columns: Sequence[str]) -> tuple[str, str, float]:
     try:
         by_name = dict(zip(columns, row, strict=True))
         first, second, score = (by_name[name].strip() for name in _COLUMNS)
@@ -305,7 +305,7 @@ def _pair(place: str, row: Sequence[str], columns: Sequence[str]) -> tuple[str, 
             raise ValueError
     except ValueError:
         raise DataError(
-            f"{place} is no pair of sentences; a line is {', '.join(_COLUMNS)}, the last of them a number. To read "
+            f"{line} is no pair of sentences; a line is {', '.join(_COLUMNS)}, the last of them a number. To read "
             "lines as texts, name a .txt file."
         ) from None
     return first, second, value

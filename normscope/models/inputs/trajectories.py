@@ -48,13 +48,13 @@ def select_timesteps(visited: Sequence[int], request: str | int | None = None) -
     ([980, 660, 320, 0], [980, 500, 0])
     """
     text = str(TIMESTEPS if request is None else request)
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(re.fullmatch(r"[+-]?\d{1,18}", part, re.ASCII) for part in parts):
+    parts = [entry.strip() for entry in text.split(",") if entry.strip()]
+    if not parts or not all(re.fullmatch(r"[+-]?\d{1,18}", entry, re.ASCII) for entry in parts):
         raise UsageError(
             f"The timesteps {text!r} cannot be understood. Give a number of them, 4 for example, or the timesteps "
             f"themselves, with commas: '{visited[0]},{visited[-1]}', or '{visited[0]},' for one."
         )
-    numbers = [int(part) for part in parts]
+    numbers = [int(entry) for entry in parts]
     if "," not in text:
         return _evenly(visited, numbers[0])
     for number in numbers:
@@ -150,9 +150,9 @@ class Trajectories(InputDataset):
     def samples(self, number: int) -> list[Sample]:
         return [self._sample(number, timestep, half) for timestep in self.timesteps for half in range(self._runs)]
 
-    def preview(self, batch: Batch, place: int) -> Preview | None:
+    def preview(self, batch: Batch, index: int) -> Preview | None:
         """Return the latent of a sample; None of one that runs without its label, beside itself with it."""
-        return None if batch.samples[place].index % 2 else super().preview(batch, place)
+        return None if batch.samples[index].index % 2 else super().preview(batch, index)
 
     def ends(self, sampler: RankSampler = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
         """Walk the trajectories of a rank to their ends, with the module as it is now, keeping nothing.

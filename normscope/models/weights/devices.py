@@ -43,18 +43,18 @@ def resolve_device(spec: str) -> torch.device:
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", spec):
         raise UsageError(f"There is no device {spec!r}. A device is auto, cpu, cuda, cuda:N or mps.")
-    place, device = Process.current(), spec
-    if ":" in spec and place.local_rank:
+    process, device = Process.current(), spec
+    if ":" in spec and process.local_rank:
         raise UsageError(f"Several processes cannot share {spec}: --device cuda gives each a GPU of its own.")
     if spec == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
-    if (spec == "auto" and torch.cuda.is_available()) or (spec == "cuda" and not place.alone):
-        device = f"cuda:{place.local_rank}"
+    if (spec == "auto" and torch.cuda.is_available()) or (spec == "cuda" and not process.alone):
+        device = f"cuda:{process.local_rank}"
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-        remedy = "auto or cpu" if place.alone else "cpu, or start at most one process per GPU"
+        remedy = "auto or cpu" if process.alone else "cpu, or start at most one process per GPU"
         raise DeviceError(f"The device {device!r} is not available: {reason}. Take --device {remedy}.") from error
     return torch.device(device)
 
@@ -81,16 +81,16 @@ def check_room(name: str, parameters: int, size: int, options: LoadOptions) -> N
     """Report large weights before they are read; MemoryEndedError if the device has fewer free bytes than ``size``."""
     device = options.device
     dtype = "their stored dtype" if options.dtype is None else str(options.dtype).removeprefix("torch.")
-    what = f"{size / 1e9:.3g} GB in {dtype}"
+    footprint = f"{size / 1e9:.3g} GB in {dtype}"
     if parameters >= LARGE:
-        logger.warning("%s: its %.3g billion parameters take %s.", name, parameters / 1e9, what)
+        logger.warning("%s: its %.3g billion parameters take %s.", name, parameters / 1e9, footprint)
     if options.device_map is not None:  # accelerate divides the room there is
         return
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if size > free:
         raise MemoryEndedError(
-            f"The weights of {name} take {what}, and {device} has {free / 1e9:.3g} GB free. Take --dtype bfloat16 or "
-            "--device-map auto."
+            f"The weights of {name} take {footprint}, and {device} has {free / 1e9:.3g} GB free. Take --dtype bfloat16 "
+            "or --device-map auto."
         )
 
 
@@ -133,7 +133,7 @@ def blocks(module: nn.Module) -> list[str]:
     >>> blocks(nn.Sequential(nn.Sequential(nn.Bilinear(2, 2, 2), nn.Bilinear(2, 2, 2)), nn.Identity()))
     ['Bilinear', 'Identity']
     """
-    children = (child for part in module.modules() if isinstance(part, _ROWS) for child in part)
+    children = (child for module in module.modules() if isinstance(module, _ROWS) for child in module)
     in_rows = {type(child).__name__ for child in children if not isinstance(child, _ROWS)}
     return sorted(getattr(module, _NAMED, None) or in_rows)
 
@@ -144,7 +144,7 @@ def device_names(module: nn.Module) -> list[str]:
     >>> device_names(nn.Linear(1, 1))
     ['cpu']
     """
-    maps = [vars(part)["hf_device_map"] for part in module.modules() if "hf_device_map" in vars(part)]
+    maps = [vars(child)["hf_device_map"] for child in module.modules() if "hf_device_map" in vars(child)]
     if not maps:
         return [str(tensor.device) for tensor in [*module.parameters(), *module.buffers()][:1]]
     names = {f"cuda:{where}" if isinstance(where, int) else str(where) for parts in maps for where in parts.values()}

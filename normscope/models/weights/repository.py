@@ -223,11 +223,11 @@ class Repository:
         """Return the keyword arguments that make ``from_pretrained`` read these very files, and ask no hub."""
         return {"local_files_only": True, **({"revision": self.commit} if self.commit else {})}
 
-    def failure(self, what: str, error: Exception) -> ModelError:
+    def failure(self, problem: str, error: Exception) -> ModelError:
         """Return a library's own error as a sentence, with a remedy for damage where the hub's cache is read."""
         cache = Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}")
         remedy = "" if self.is_folder else f" If it is damaged, remove {str(cache)!r}, and the next run fetches it."
-        return ModelError(f"{what}: {first_line(error)}.{remedy}")
+        return ModelError(f"{problem}: {first_line(error)}.{remedy}")
 
 
 def refuse_code(name: str, filename: str, content: Any) -> None:

@@ -73,9 +73,9 @@ def add_positions(stats: SiteSums, tokens: Tokens) -> None:
     squares = torch.linalg.vector_norm(tokens.rows.detach(), dim=1, dtype=torch.float64).square()
     counted = squares.isfinite() if tokens.valid is None else squares.isfinite() & tokens.valid
     added = torch.stack([torch.ones_like(squares), squares]).where(counted, 0.0)
-    stats.position_sums.index_add_(1, places.of_tokens.clamp(0, POSITIONS), added)
+    stats.position_sums.index_add_(1, places.numbers.clamp(0, POSITIONS), added)
     # Selecting by a mask would have to wait for a GPU.
-    there, first = (counted & (places.of_tokens == places.first)).int().topk(places.sequences)
+    there, first = (counted & (places.numbers == places.first)).int().topk(places.sequences)
     x = tokens.rows[first].float().double()
     shift, rstd = tokens.lines.of(x, first)
     y = (x - shift) * rstd if tokens.lines.explicit_y is None else tokens.lines.explicit_y[first]
@@ -100,8 +100,8 @@ def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]
         x = x.where(counted, 0)
         bins = PAIR_GRID.index(x.float())
         cells = (folds[rows] * PAIR_GRID.size + bins).where(counted, FOLDS * PAIR_GRID.size)
-        of_line = shift if explicit_y is None else None
-        yield rows, _Pairs(x, y, bins, cells, tokens.channel_of(rows), of_line, rstd, valid, counted)
+        line_shift = shift if explicit_y is None else None
+        yield rows, _Pairs(x, y, bins, cells, tokens.channel_of(rows), line_shift, rstd, valid, counted)
 
 
 def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tensor | None = None) -> Tensor:
@@ -178,15 +178,13 @@ def _draw(stats: SiteSums, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Te
     rank = -pairs.x.abs().amax(1).where(counted, -1)
     by_key = keys.argsort()
     by_reach = by_key[rank[by_key].argsort(stable=True)]
-    of_uniform, of_largest = by_key[:UNIFORM_TOKENS], by_reach[:LARGEST_TOKENS]
+    uniform, largest = by_key[:UNIFORM_TOKENS], by_reach[:LARGEST_TOKENS]
 
-    def taken(which: Tensor, rank: Tensor) -> TokenSample:
-        x, y = pairs.x[which].float(), pairs.y[which].float()
+    def taken(rows: Tensor, rank: Tensor) -> TokenSample:
+        x, y = pairs.x[rows].float(), pairs.y[rows].float()
         drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
         position, sample = places
-        return TokenSample(
-            rank[which], keys[which], *drawn, pairs.rstd[which, 0].float(), position[which], sample[which]
-        )
+        return TokenSample(rank[rows], keys[rows], *drawn, pairs.rstd[rows, 0].float(), position[rows], sample[rows])
 
-    stats.tokens = stats.tokens.with_more(taken(of_uniform, torch.zeros_like(rank)), UNIFORM_TOKENS)
-    stats.largest = stats.largest.with_more(taken(of_largest, rank), LARGEST_TOKENS)
+    stats.tokens = stats.tokens.with_more(taken(uniform, torch.zeros_like(rank)), UNIFORM_TOKENS)
+    stats.largest = stats.largest.with_more(taken(largest, rank), LARGEST_TOKENS)

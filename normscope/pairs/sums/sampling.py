@@ -36,7 +36,7 @@ class SourcesSeen:
         """Return the sources including those of ``samples``."""
         if self.number == "several":
             return self
-        seen = (SourcesSeen("one", each.data, each.source, each.source_index, self.mapped) for each in samples)
+        seen = (SourcesSeen("one", sample.data, sample.source, sample.source_index, self.mapped) for sample in samples)
         return functools.reduce(SourcesSeen.merged, seen, self)
 
     def merged(self, other: SourcesSeen) -> SourcesSeen:
@@ -216,9 +216,9 @@ class PairSample:
             y: outputs, float32 ``(tokens, d)``.
             channel: of the pairs, int64 ``(tokens, d)``.
         """
-        place = torch.arange(x.shape[1], device=x.device)
+        element = torch.arange(x.shape[1], device=x.device)
         first = _shift_right(keys, 8) % ONE_ELEMENT_IN  # by bits of the key that choose no place in a bin
-        competes = (place % ONE_ELEMENT_IN == first[:, None]) & (keys != NO_KEY)[:, None]
+        competes = (element % ONE_ELEMENT_IN == first[:, None]) & (keys != NO_KEY)[:, None]
         pair_keys = ((keys[:, None] ^ element_keys(x.shape[1]).to(x.device)) * MIX[0]) & NO_KEY
         places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins
         key = self.key.flatten()

@@ -162,9 +162,9 @@ class PairStats(SiteSums):
             positions: of the tokens in their sequences; None if they are unknown.
         """
         self.tokens, self.largest = self.tokens.with_room(UNIFORM_TOKENS), self.largest.with_room(LARGEST_TOKENS)
-        per_sample, rest = divmod(len(rows), len(samples) or 1)
+        per_sample, remainder = divmod(len(rows), len(samples) or 1)
         keyed = samples
-        if rest or not samples or not divided:
+        if remainder or not samples or not divided:
             self._regroup(replace(self.sources, mapped=False))
             # Keys of tokens of no sample are distinct too, in every rank and run.
             keyed = [replace(first, source=f"the batch of {first.source}") for first in samples[:1]] or _NO_SAMPLE
@@ -174,8 +174,8 @@ class PairStats(SiteSums):
         self._regroup(self.sources.with_samples(samples))
         starts, folds = itertools.count(0, per_sample), self.sources.folds_of(samples)
         runs = [
-            Run(start, start + per_sample, fold, sample_key(key, self.seed), first_token, each.index)
-            for start, each, key, fold in zip(starts, samples, keyed, folds, strict=False)
+            Run(start, start + per_sample, fold, sample_key(key, self.seed), first_token, owner.index)
+            for start, owner, key, fold in zip(starts, samples, keyed, folds, strict=False)
         ]
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma, positions)
         if sample is not None:
@@ -240,11 +240,11 @@ class PairStats(SiteSums):
 
     def _regroup(self, sources: SourcesSeen) -> None:
         """Join all pairs in one fold if they are of a single source among others now, or of no known sample."""
-        of_one = sources.mapped and (self.sources.number, sources.number) == ("one", "several")
-        if of_one or (self.sources.mapped and not sources.mapped):
+        was_single = sources.mapped and (self.sources.number, sources.number) == ("one", "several")
+        if was_single or (self.sources.mapped and not sources.mapped):
             for name in _IN_FOLDS:
                 if (moments := getattr(self, name)) is not None:
                     joined = zeros_like(moments)
-                    joined[self.sources.fold if of_one else 0] = moments.sum(0)
+                    joined[self.sources.fold if was_single else 0] = moments.sum(0)
                     setattr(self, name, joined)
         self.sources = sources

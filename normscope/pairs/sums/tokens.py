@@ -22,9 +22,9 @@ def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
     tensor([[0, 0, 1, 1],
             [2, 2, 3, 3]])
     """
-    of_a_group = channels // groups
-    first = torch.arange(n_tokens) % groups * of_a_group
-    within = torch.arange(of_a_group).repeat_interleave(d // of_a_group)
+    per_group = channels // groups
+    first = torch.arange(n_tokens) % groups * per_group
+    within = torch.arange(per_group).repeat_interleave(d // per_group)
     return first[:, None] + within
 
 
@@ -52,7 +52,7 @@ class Run:
 class Positions(NamedTuple):
     """Positions of tokens in their sequences: samples, or the heads of samples."""
 
-    of_tokens: Tensor  # number of each among the data of its sequence, int64 (tokens,); of padding, any number
+    numbers: Tensor  # number of each among the data of its sequence, int64 (tokens,); of padding, any number
     first: int  # the position whose pairs are also summed apart
     sequences: int  # each has one token at a position, at most
 
@@ -91,8 +91,8 @@ class Tokens:
         numbers = range(len(self.rows))[rows]
         if self.groups is None:
             return torch.arange(self.channels, device=self.rows.device).expand(len(numbers), -1)
-        of_all = group_channels(numbers.stop, self.rows.shape[1], self.channels, self.groups)
-        return of_all[rows].to(self.rows.device)
+        channels = group_channels(numbers.stop, self.rows.shape[1], self.channels, self.groups)
+        return channels[rows].to(self.rows.device)
 
     def folds(self) -> Tensor:
         """Return the fold of every token: int64 ``(tokens,)``."""

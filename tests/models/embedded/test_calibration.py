@@ -41,7 +41,7 @@ def test_training_and_held_out_inputs_are_disjoint(demos, name):
     assert not set(learned) & set(held_out)
 
 
-def test_digits_are_those_of_the_training(demos):
+def test_calibration_digits_are_training_digits(demos):
     pixels = {(image * 0.75).astype("float32").tobytes() for image in load_digits().images}
     digits = contents(demos["demo_vit"].calibration)
     assert set(digits) <= pixels
@@ -79,7 +79,7 @@ def test_words_are_as_loud_as_they_were_spoken(demos):
     torch.testing.assert_close(loudest, held_out, rtol=0.3, atol=0)  # other voices, by the same program
 
 
-def test_most_words_are_read_as_what_was_said(demos):
+def test_most_words_are_read_correctly(demos):
     demo = demos["demo_wav2vec2"]
     labels = read_embedded("demo_wav2vec2.safetensors")[1]["labels"]
     words = read_embedded("demo_wav2vec2_calibration.safetensors")[1]["words"]
@@ -123,7 +123,7 @@ def test_trajectories_are_described_and_limited(demos):
 
 
 @pytest.mark.parametrize("name", embedded_models())
-def test_data_of_ones_own_have_no_calibration(name, pictures, tmp_path):
+def test_user_data_have_no_calibration(name, pictures, tmp_path):
     torch.manual_seed(0)
     path = tmp_path / "latents.npy"
     np.save(path, torch.randn(2, 1, 8, 8).numpy())

@@ -42,7 +42,7 @@ def recognised(facts, options):
 
 
 @pytest.mark.slow
-def test_it_draws_the_digits_that_its_card_says_and_random_weights_draw_none(recognised, demo, facts):
+def test_trained_weights_draw_digits_and_random_weights_do_not(recognised, demo, facts):
     asked = torch.arange(10).repeat_interleave(SAMPLES_A_CLASS)
     assert recognised(demo, asked) == pytest.approx(facts["recognised"], abs=READ_OTHERWISE)
     assert facts["recognised"] > 0.95

@@ -43,12 +43,12 @@ def test_it_is_timms_network_to_the_bit(dtype):
     assert torch.equal(ours(images), timms(images))
 
 
-def test_it_reads_the_shipped_digits_as_its_card_says(demo, digits):
+def test_accuracy_on_shipped_digits_matches_the_card(demo, digits):
     assert "All 64 shipped digits are read correctly." in CARD
     assert torch.equal(predictions(demo), digits["labels"])
 
 
-def test_it_reads_the_held_out_digits_as_its_card_says(demo):
+def test_accuracy_on_held_out_digits_matches_the_card(demo):
     train = runpy.run_path(str(Path(normscope.__file__).parents[1] / "scripts" / "train_demo_vit.py"))
     images, labels = train["load_pixels_and_labels"]()
     *_, held_out = train["split"](len(images), seed=0)

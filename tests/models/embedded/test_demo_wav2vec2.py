@@ -37,7 +37,7 @@ def read_by(model, labels):
     return readings
 
 
-def test_it_recognizes_as_many_words_of_held_out_voices_as_its_card_says(demo, facts, words):
+def test_word_accuracy_matches_the_card(demo, facts, words):
     card = (files("normscope.models") / "embedded" / "demo_wav2vec2.md").read_text()
     right, of, percent = map(int, re.search(r"(\d+)/(\d+)\s\((\d+) %\)\sof\sthe\sshipped\sclips", card).groups())
     transcripts = words[1]["words"]

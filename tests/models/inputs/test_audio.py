@@ -127,13 +127,13 @@ def test_channels(tmp_path, noise):
 
 def test_synthetic_utterances_are_eight_voices(options):
     inputs = audio_inputs(MONO, options())
-    found = waveforms(inputs)
+    waves = waveforms(inputs)
     assert inputs.description == "8 synthetic utterances (espeak-ng)"
     seen = samples_of(inputs)
-    assert len({sample.source for sample in seen}) == len(found) == 8
+    assert len({sample.source for sample in seen}) == len(waves) == 8
     assert [sample.source_index for sample in seen] == [sample.index for sample in seen]
-    assert all(waveform.shape[0] == 1 and 1 <= waveform.shape[1] / 16_000 <= 10 for waveform in found)
-    assert all(0.01 < waveform.std() < 0.5 for waveform in found)
+    assert all(waveform.shape[0] == 1 and 1 <= waveform.shape[1] / 16_000 <= 10 for waveform in waves)
+    assert all(0.01 < waveform.std() < 0.5 for waveform in waves)
 
 
 def test_synthetic_utterances_have_the_format_of_the_model(options):

@@ -45,13 +45,13 @@ def noise_in(batch, clean, timestep):
 
 def test_latents_are_noised_as_in_training(read, array):
     batches = list(read(array, batch_size=6, timesteps="980,500,20"))
-    found = [noise_in(batch, LATENTS, timestep) for batch, timestep in zip(batches, (980, 500, 20), strict=True)]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-3)  # where little of it is in the sum
-    assert abs(found[0].mean()) < 0.1
-    assert abs(found[0].std() - 1) < 0.1
+    noised = [noise_in(batch, LATENTS, timestep) for batch, timestep in zip(batches, (980, 500, 20), strict=True)]
+    torch.testing.assert_close(noised[0], noised[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(noised[0], noised[2], rtol=1e-3, atol=1e-3)  # where little of it is in the sum
+    assert abs(noised[0].mean()) < 0.1
+    assert abs(noised[0].std() - 1) < 0.1
     other = next(iter(read(array, batch_size=6, timesteps="980,", seed=1)))
-    assert not torch.allclose(noise_in(other, LATENTS, 980), found[0], atol=0.1)
+    assert not torch.allclose(noise_in(other, LATENTS, 980), noised[0], atol=0.1)
 
 
 def test_each_latent_is_a_source_at_every_timestep(read, array):
@@ -129,21 +129,21 @@ def test_files_without_latents_are_refused(read, tmp_path, name, error):
 
 def test_the_noise_of_a_latent_does_not_depend_on_order_and_rank(read, array):
     def by_sample(*samplers, **changes):
-        found = {}
+        noised = {}
         for sampler in samplers:
             for chunk in read(array, timesteps="980,0", **changes).chunks(sampler):
                 assert [batch.part for batch in chunk.batches] == ["timestep 980", "timestep 0"]
                 for batch in chunk.batches:
                     assert [sample.source_index for sample in batch.samples] == list(chunk.numbers)
-                    found |= dict(zip(batch.samples, batch.kwargs["hidden_states"].unbind(), strict=True))
-        return found
+                    noised |= dict(zip(batch.samples, batch.kwargs["hidden_states"].unbind(), strict=True))
+        return noised
 
     expected = by_sample(ALL, batch_size=6)
     assert len(expected) == 12
     thirds = [RankSampler(rank, 3) for rank in range(3)]
-    for found in (by_sample(*thirds, batch_size=1), by_sample(ALL, batch_size=4, shuffle=True, seed=0)):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[sample], latent) for sample, latent in expected.items())
+    for noised in (by_sample(*thirds, batch_size=1), by_sample(ALL, batch_size=4, shuffle=True, seed=0)):
+        assert noised.keys() == expected.keys()
+        assert all(torch.equal(noised[sample], latent) for sample, latent in expected.items())
     noises = torch.stack([noise for sample, noise in expected.items() if sample.index % 1000 == 980]).flatten(1)
     assert torch.corrcoef(noises).triu(1).abs().max() < 0.4, "latents at 980 are nearly noise, 6 of 256 numbers"
     assert set(read(array, timesteps="980,0").known_samples()) == expected.keys()

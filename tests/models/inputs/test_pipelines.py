@@ -98,32 +98,47 @@ def test_weights(pixart):
     assert not torch.equal(fresh.module.proj_out.weight, trained.module.proj_out.weight)
 
 
-def test_weights_that_do_not_fit(pixart):
-    state = load_file(pixart / WEIGHTS)
+def without_bias(folder):
+    state = load_file(folder / WEIGHTS)
     del state["proj_out.bias"]
-    save_file(state, pixart / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"weights of diffusers:.* do not fit it: proj_out\.bias"):
-        loaded(pixart)
-    (pixart / WEIGHTS).unlink()
-    with pytest.raises(ModelError, match=r"weights of diffusers:.* do not load"):
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+FOREIGN_CODE = "asks for code that is not diffusers' own"
+REFUSED = {
+    "missing weights": (without_bias, r"weights of diffusers:.* do not fit it: proj_out\.bias"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), r"weights of diffusers:.* do not load"),
+    "a pipeline's code": ({"_class_name": ["pipeline", "My"]}, FOREIGN_CODE),
+    "an encoder's code": ({"text_encoder": ["my_code", "My"]}, FOREIGN_CODE),
+    "a transformer's code": ({"transformer": ["diffusers", "My"]}, FOREIGN_CODE),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_refusals_of_folders(pixart, change, sentence):
+    if callable(change):
+        change(pixart)
+    else:
+        change_json(pixart / "model_index.json", **change)
+    with pytest.raises(ModelError, match=sentence):
         loaded(pixart)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"_class_name": ["pipeline", "My"]}, {"text_encoder": ["my_code", "My"]}, {"transformer": ["diffusers", "My"]}],
+    ("options", "sentence"), [({"data": "."}, "reads no data"), ({"timesteps": "7,"}, "does not visit the timestep 7")]
 )
-def test_code_of_a_folder_is_not_run(pixart, changes):
-    change_json(pixart / "model_index.json", **changes)
-    with pytest.raises(ModelError, match="asks for code that is not diffusers' own"):
-        loaded(pixart)
+def test_options_that_do_not_apply_are_refused(saved, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        loaded(saved, **options)
 
 
-def test_options_that_do_not_apply_are_refused(saved, tmp_path):
-    with pytest.raises(UsageError, match="reads no data"):
-        loaded(saved, data=tmp_path)
-    with pytest.raises(UsageError, match="does not visit the timestep 7"):
-        loaded(saved, timesteps="7,")
+def test_a_pipeline_that_never_calls_its_transformer_is_refused(saved, monkeypatch):
+    def refusing(self, *args, **kwargs):
+        raise ValueError("`image` is needed")
+
+    monkeypatch.setattr(PixArtAlphaPipeline, "check_inputs", refusing)
+    with pytest.raises(ModelError, match=r"does not sample from the prompt .* alone: ValueError: `image` is needed"):
+        loaded(saved)
 
 
 def test_outputs_are_read_without_the_variances(saved):
@@ -150,8 +165,7 @@ def test_a_spread_transformer_has_the_same_capture(saved, monkeypatch, tmp_path)
     free = modeling.get_max_memory
     monkeypatch.setattr(modeling, "get_max_memory", lambda given=None: free(given or {"cpu": 55_000}))
     apart = loaded(saved, device="auto", device_map="auto")
-    held = [tensor.is_meta for tensor in apart.module.parameters()]
-    assert any(held) and not all(held)
+    assert {tensor.is_meta for tensor in apart.module.parameters()} == {True, False}
     path = tmp_path / "seen.safetensors"
     files = set()
     for network in (whole, apart):
@@ -185,12 +199,3 @@ def test_an_error_during_sampling_is_reported(saved, at_call, error, kind, error
     with pytest.raises(kind, match=re.escape(error_words)) as caught:
         list(model.inputs)
     assert caught.value.__cause__ is error
-
-
-def test_a_pipeline_that_never_calls_its_transformer_is_refused(saved, monkeypatch):
-    def refusing(self, *args, **kwargs):
-        raise ValueError("`image` is needed")
-
-    monkeypatch.setattr(PixArtAlphaPipeline, "check_inputs", refusing)
-    with pytest.raises(ModelError, match=r"does not sample from the prompt .* alone: ValueError: `image` is needed"):
-        loaded(saved)

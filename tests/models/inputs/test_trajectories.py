@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 from loads import result_of, samples_of
+from networks import network_of
 
 import normscope
 from normscope.errors import ModelError, UsageError
@@ -139,22 +140,22 @@ def test_a_guided_latent_and_its_unlabelled_half_share_a_batch_and_a_source(traj
 
 def test_the_batch_size_and_the_order_change_only_the_batches(trajectories):
     def by_sample(**changes):
-        found = {}
+        by_key = {}
         for batch in trajectories(number=3, **changes):
-            found |= dict(
+            by_key |= dict(
                 zip(
                     batch.samples,
                     zip(*map(batch.kwargs.get, ("hidden_states", "class_labels")), strict=True),
                     strict=True,
                 )
             )
-        return found
+        return by_key
 
     expected = by_sample(batch_size=100)
     assert len(expected) == 24
-    for found in (by_sample(batch_size=1), by_sample(shuffle=True)):
-        assert found.keys() == expected.keys()
-        for sample, (latents, label) in found.items():
+    for by_key in (by_sample(batch_size=1), by_sample(shuffle=True)):
+        assert by_key.keys() == expected.keys()
+        for sample, (latents, label) in by_key.items():
             # Matrix products of other shapes, at every step.
             torch.testing.assert_close(latents, expected[sample][0], rtol=1e-3, atol=1e-3)
             assert label == expected[sample][1]
@@ -194,9 +195,9 @@ def test_steps_are_reported_as_a_stage(dit, trajectories, none_together):
         reports.append(report)
 
     normscope.capture(dit, trajectories(number=2, timesteps="800,400", batch_size=2), progress=progress)
-    steps = [(done, of) for stage, done, of in reports if stage == "steps of trajectories"]
-    assert steps == [(done, 4) for done in range(5)]
-    assert [done for stage, done, _ in reports if stage == "samples"] == [0, 2, 4, 6, 8]
+    steps = [(n, of) for stage, n, of in reports if stage == "steps of trajectories"]
+    assert steps == [(n, 4) for n in range(5)]
+    assert [n for stage, n, _ in reports if stage == "samples"] == [0, 2, 4, 6, 8]
     normscope.capture(dit, trajectories(number=2, timesteps="800,"), progress=progress)
     assert len([stage for stage, *_ in reports if stage != "samples"]) == len(steps), "no steps, no stage of them"
 
@@ -309,7 +310,7 @@ def test_as_few_steps_as_visit_the_requested_timesteps(dit, options):
 
 
 @pytest.mark.parametrize(("shuffle", "together"), [(False, 0), (True, 4)])
-def test_ranks_walk_what_one_process_walks(trajectories, shuffle, together, monkeypatch):
+def test_ranks_sample_the_trajectories_of_one_process(trajectories, shuffle, together, monkeypatch):
     monkeypatch.setattr("normscope.models.inputs.trajectories._TOGETHER", together * 4 * 8 * 8)
 
     def inputs():
@@ -334,13 +335,12 @@ def test_ranks_walk_what_one_process_walks(trajectories, shuffle, together, monk
 
 
 def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, trajectories):
-    class Overwriting(torch.nn.Module):
-        def forward(self, hidden_states, **others):
-            result = dit(hidden_states.clone(), **others)
-            hidden_states.zero_()
-            return result
+    def forward(self, hidden_states, **others):
+        result = dit(hidden_states.clone(), **others)
+        hidden_states.zero_()
+        return result
 
-    overwritten, expected = (trajectories(module, guidance=1.0) for module in (Overwriting(), dit))
+    overwritten, expected = (trajectories(module, guidance=1.0) for module in (network_of(forward), dit))
     assert torch.equal(ends_of(overwritten), ends_of(expected))
 
 

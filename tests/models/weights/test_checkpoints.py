@@ -153,15 +153,15 @@ def half():
 
 
 @pytest.fixture
-def own(tmp_path):
+def factory(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(MIXED)
     return lambda function: f"py:{path}:{function}"
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "keep"}])
-def test_a_mixed_network_of_ones_own_stays_mixed(own, options):
-    network = load(own("mixed"), device="cpu", **options)
+def test_a_users_network_of_mixed_dtypes_stays_mixed(factory, options):
+    network = load(factory("mixed"), device="cpu", **options)
     dtypes = {name: tensor.dtype for name, tensor in network.module.state_dict().items()}
     assert dtypes["body.weight"] == torch.bfloat16 and dtypes["norm.weight"] == torch.float32
     assert "converted" not in network.about["weights"]
@@ -170,16 +170,16 @@ def test_a_mixed_network_of_ones_own_stays_mixed(own, options):
     assert seen.stats["norm"].n_pairs == 3 * 4 * 8
 
 
-def test_inputs_in_a_dtype_that_the_network_lacks_get_that_of_its_first_weights(own):
-    (batch,) = load(own("doubles"), device="cpu").inputs
+def test_inputs_in_a_dtype_that_the_network_lacks_get_that_of_its_first_weights(factory):
+    (batch,) = load(factory("doubles"), device="cpu").inputs
     assert [tensor.dtype for tensor in batch.args] == [torch.bfloat16, torch.float32]
-    half = load(own("half"), device="cpu")
+    half = load(factory("half"), device="cpu")
     assert {batch.args[0].dtype for batch in half.inputs} == {torch.bfloat16}
     assert normscope.capture(half.module, half.inputs).about["dtype"] == "bfloat16"
 
 
-def test_conversions_are_reported(own, tmp_path):
-    network = load(own("half"), device="cpu", dtype="float32")
+def test_conversions_are_reported(factory, tmp_path):
+    network = load(factory("half"), device="cpu", dtype="float32")
     assert network.about["weights"].endswith(", converted from bfloat16 to float32")
     assert {batch.args[0].dtype for batch in network.inputs} == {torch.float32}
     demo = load("demo_vit", device="cpu", dtype="bf16", limit=2)
@@ -187,7 +187,7 @@ def test_conversions_are_reported(own, tmp_path):
     for same in ({}, {"dtype": "float32"}, {"dtype": "keep"}):
         assert "converted" not in load("demo_vit", device="cpu", limit=2, **same).about["weights"]
     torch.save(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)).state_dict(), tmp_path / "weights.pth")
-    of_file = load(own("half"), device="cpu", weights=tmp_path / "weights.pth")
+    of_file = load(factory("half"), device="cpu", weights=tmp_path / "weights.pth")
     assert of_file.about["weights"].endswith(", converted from float32 to bfloat16")
     assert {tensor.dtype for tensor in of_file.module.parameters()} == {torch.bfloat16}
 

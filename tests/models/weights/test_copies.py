@@ -82,7 +82,7 @@ def test_without_a_hub_and_a_copy_the_error_names_the_command(monkeypatch, name)
         normscope.load(name, device="cpu")
 
 
-def test_what_is_on_no_hub_asks_none(monkeypatch):
+def test_models_without_a_hub_ask_no_hub(monkeypatch):
     monkeypatch.setattr(repository, "get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("asked"))
     with pytest.raises(NotFetchedError, match=r"^pipecat-ai/smart-turn-v3 is on no hub\. .* demo_wav2vec2"):
         normscope.load("smart_turn", device="cpu")

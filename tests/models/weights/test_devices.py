@@ -13,11 +13,26 @@ def started_by_torchrun(monkeypatch, local_rank):
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize("spec", ["gpu", "cuda:", "cuda:x", "cpu:0", "CUDA", "", "cuda:-1"])
-def test_names_of_devices(spec):
+def test_names_of_devices_and_dtypes():
+    dtypes = {"float16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {name: resolve_dtype(name) for name in dtypes} == dtypes and resolve_dtype("keep") is None
     assert resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(UsageError, match="A device is auto, cpu, cuda, cuda:N or mps"):
-        resolve_device(spec)
+
+
+DEVICES = "A device is auto, cpu, cuda, cuda:N or mps"
+REFUSED = [
+    *((resolve_device, name, DEVICES) for name in ("gpu", "cuda:", "cuda:x", "cpu:0", "CUDA", "", "cuda:-1")),
+    (resolve_dtype, "half", "There is no dtype 'half'"),
+    (resolve_dtype, "double", "There are: float32"),
+    (resolve_dtype, "kept", "Did you mean 'keep'"),
+    (resolve_dtype, "flaot32", "Did you mean 'float32'"),
+]
+
+
+@pytest.mark.parametrize(("resolve", "name", "sentence"), REFUSED)
+def test_refusals(resolve, name, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        resolve(name)
 
 
 @pytest.mark.parametrize("spec", ["cuda:999", "mps"])
@@ -42,12 +57,3 @@ def test_several_processes_take_a_gpu_each(monkeypatch):
     started_by_torchrun(monkeypatch, 0)
     with pytest.raises(DeviceError, match="The device 'cuda:1' is not available"):
         resolve_device("cuda:1")
-
-
-def test_dtypes():
-    dtypes = {"float16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    assert {name: resolve_dtype(name) for name in dtypes} == dtypes and resolve_dtype("keep") is None
-    sentences = {"half": "There is no dtype 'half'", "double": "There are: float32", "kept": "Did you mean 'keep'"}
-    for name, sentence in (sentences | {"flaot32": "Did you mean 'float32'"}).items():
-        with pytest.raises(UsageError, match=sentence):
-            resolve_dtype(name)

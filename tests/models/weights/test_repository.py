@@ -119,7 +119,7 @@ def test_repositories_of_other_libraries(hub, load_each, tiny_vit_file):
         assert result["exit_status"] == 3 and repo in result["sentence"] and sentence in result["sentence"]
 
 
-def test_the_newest_commit_is_taken_and_offline_nobody_is_asked(hub, fetch):
+def test_the_newest_commit_is_loaded_and_offline_the_cache(hub, fetch):
     assert fetch(HF_ENDPOINT=hub.url)[0] == hub.commit
     hub.commit = hub.commit[::-1]
     assert fetch(HF_ENDPOINT=hub.url)[0] == hub.commit

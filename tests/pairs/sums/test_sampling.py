@@ -1,8 +1,10 @@
 """Samples of tokens: the same ones in any batches, named by the capture, with the place that each came from."""
 
+import itertools
+
 import pytest
 import torch
-from networks import network_of
+from networks import network_of, numbered_samples
 from torch import nn
 
 import normscope
@@ -19,25 +21,24 @@ WIDTH, CHANNEL = 16, 11
 
 def batches(*sizes: int, n_samples: int = 6) -> list[Batch]:
     x = torch.randn(n_samples, TOKENS, 8, generator=torch.Generator().manual_seed(0)) * 3
-    found, start = [], 0
-    for size in sizes:
-        samples = tuple(Sample(f"s{index}", index, index) for index in range(start, start + size))
-        found.append(Batch((x[start : start + size],), {}, samples))
-        start += size
-    return found
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        Batch((chunk,), {}, numbered_samples(len(chunk), start))
+        for start, chunk in zip(starts, x.split(sizes), strict=False)
+    ]
 
 
 def captured(*sizes: int, **options) -> normscope.Capture:
     return normscope.capture(nn.Sequential(nn.LayerNorm(8)), batches(*sizes), **options)
 
 
-def test_whole_tokens_are_taken_of_each_sample_whatever_the_batches_are():
-    one, other = captured(6, sample=3).stats["0"], captured(1, 3, 2, sample=3).stats["0"]
-    assert one.n_tokens == 3 * 6
-    assert one.n_pairs == 3 * 6 * 8
-    assert torch.equal(one.density, other.density)
-    assert torch.equal(one.tokens.key, other.tokens.key)
-    assert sorted(one.moments[:, 0].sum(1).tolist()) == [0.0] * 2 + [24.0] * 6
+def test_sampled_tokens_do_not_depend_on_batches():
+    stats, expected = captured(6, sample=3).stats["0"], captured(1, 3, 2, sample=3).stats["0"]
+    assert stats.n_tokens == 3 * 6
+    assert stats.n_pairs == 3 * 6 * 8
+    assert torch.equal(stats.density, expected.density)
+    assert torch.equal(stats.tokens.key, expected.tokens.key)
+    assert sorted(stats.moments[:, 0].sum(1).tolist()) == [0.0] * 2 + [24.0] * 6
 
 
 def test_a_sample_as_large_as_the_sample_is_all_and_one_of_nothing_is_refused():
@@ -92,13 +93,13 @@ def largest(seen: normscope.Capture, count: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("loop", [cpu.add, reference.add])
-def test_a_planted_token_is_found_through_padding_merging_and_files(tmp_path, monkeypatch, loop):
+def test_a_planted_token_survives_padding_merging_and_files(tmp_path, monkeypatch, loop):
     monkeypatch.setattr(loops, "loop_of", lambda device: loop)
     model = nn.Sequential(nn.LayerNorm(WIDTH))
-    one = normscope.capture(model, [batch((4, 9, None), (7, 5, 3)), batch((30, 12, 11))])
-    two = normscope.capture(model, [batch((55, 6, 0), (2, 7, None))])
-    assert largest(one, 2) == [(30, 11, CHANNEL), (7, 3, CHANNEL)]
-    both = two.merge(one)
+    first = normscope.capture(model, [batch((4, 9, None), (7, 5, 3)), batch((30, 12, 11))])
+    second = normscope.capture(model, [batch((55, 6, 0), (2, 7, None))])
+    assert largest(first, 2) == [(30, 11, CHANNEL), (7, 3, CHANNEL)]
+    both = second.merge(first)
     assert largest(both, 3) == [(55, 0, CHANNEL), (30, 11, CHANNEL), (7, 3, CHANNEL)]
     again = normscope.load_capture(normscope.save_capture(both, tmp_path / "both.safetensors"))
     assert largest(again, 16) == largest(both, 16)

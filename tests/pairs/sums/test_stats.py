@@ -12,6 +12,7 @@ import torch
 from captures import assert_same_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import numbered_samples
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
@@ -104,8 +105,8 @@ def test_folds_are_the_same_in_every_process():
 
 
 def test_equal_names_in_two_data_sets_are_two_sources():
-    one, other = Sample("1.jpg", 0, 0, data="a"), Sample("1.jpg", 0, 0, data="b")
-    merged = stats_of(one).merge(stats_of(other))
+    first, second = Sample("1.jpg", 0, 0, data="a"), Sample("1.jpg", 0, 0, data="b")
+    merged = stats_of(first).merge(stats_of(second))
     assert merged.sources.number == "several"
     assert len(merged.tokens.key.unique()) == 2 * TOKENS
 
@@ -122,7 +123,7 @@ def test_tokens_that_belong_to_no_sample_leave_no_folds():
 
 
 def test_the_largest_tokens_do_not_depend_on_order_where_they_tie():
-    samples = [Sample(f"s{i}", i, i) for i in range(8)]
+    samples = numbered_samples(8)
     x = torch.randn(8, TOKENS, D, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
 
     def seen(order):
@@ -135,7 +136,7 @@ def test_the_largest_tokens_do_not_depend_on_order_where_they_tie():
 
 
 def test_token_histograms_count_sigma_and_mean_over_sigma():
-    samples = [Sample(f"s{i}", i, i) for i in range(20)]
+    samples = numbered_samples(20)
     stats = stats_of(*samples)
     x = torch.cat([rows_of(sample) for sample in samples]).double().numpy()
     sigma = np.sqrt(x.var(1) + 1e-6)
@@ -148,48 +149,47 @@ def test_token_histograms_count_sigma_and_mean_over_sigma():
 
 
 def test_the_drawing_sample_is_uniform_over_tokens():
-    samples = [Sample(f"s{index}", index, index) for index in range(100)]
+    samples = numbered_samples(100)
     picked = torch.zeros(100)
+    every = torch.stack([rows_of(sample) for sample in samples])  # (samples, tokens, d)
     for seed in range(40):
-        keys = stats_of(*samples, seed=seed).tokens
-        assert len(keys.key) == UNIFORM_TOKENS
-        every = torch.stack([rows_of(sample) for sample in samples])  # (samples, tokens, d)
-        hits = (every[:, :, None] == keys.x).all(-1).any(-1)
-        picked += hits.sum(1)
+        drawn = stats_of(*samples, seed=seed).tokens
+        assert len(drawn.key) == UNIFORM_TOKENS
+        picked += (every[:, :, None] == drawn.x).all(-1).any(-1).sum(1)
     # 40 draws of 64 from 500 tokens: 25.6 hits a sample on average, standard deviation under 4.8.
     assert picked.mean().item() == pytest.approx(40 * UNIFORM_TOKENS / 100)
     assert picked.min() > 6 and picked.max() < 46
 
 
 def test_the_largest_tokens_are_the_largest():
-    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    samples = numbered_samples(30)
     every = torch.cat([rows_of(sample) for sample in samples])
     expected = every.abs().amax(1).sort(descending=True).values[:LARGEST_TOKENS]
     assert torch.equal(stats_of(*samples).largest.x.abs().amax(1), expected)
 
 
 def test_sums_that_were_moved_or_merged_take_more_tokens():
-    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    samples = numbered_samples(30)
     begun = stats_of(samples[0]).merge(stats_of(samples[1]))
     begun.update(torch.cat([rows_of(sample) for sample in samples[2:]]), LAYER_NORM, samples[2:], gamma=GAMMA)
     assert_same(begun.to("cpu"), stats_of(*samples))
 
 
 def test_sampled_pairs_are_pairs_of_their_bins():
-    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    samples = numbered_samples(30)
     stats = stats_of(*samples)
     every_x = torch.cat([rows_of(sample) for sample in samples])
     every_y = layer_norm(every_x.double(), 1e-6)[0].float()
     filled = stats.pairs.filled
     bins = filled.nonzero()[:, 1]
     assert torch.equal(PAIR_GRID.index(stats.pairs.x[filled]), bins)
-    known = {
+    pairs = {
         (x.item(), y.item(), c)
         for row in zip(every_x, every_y, strict=True)
         for c, (x, y) in enumerate(zip(*row, strict=True))
     }
     drawn = (values[filled].tolist() for values in (stats.pairs.x, stats.pairs.y, stats.pairs.channel))
-    assert set(zip(*drawn, strict=True)) <= known
+    assert set(zip(*drawn, strict=True)) <= pairs
     assert set(bins.tolist()) <= set(stats.moments[:, 0].sum(0).nonzero().squeeze(1).tolist())
 
 
@@ -198,8 +198,7 @@ def test_single_pairs_are_drawn_evenly_over_bins_and_elements():
     stats = PairStats.empty(d)
     x = torch.rand(tokens, d, generator=torch.Generator().manual_seed(0)) + 1  # 64 bins of about 1,900 pairs
     x[:5] *= 1000
-    samples = [Sample(f"s{index}", index, index) for index in range(tokens)]
-    stats.update(x, LAYER_NORM, samples)
+    stats.update(x, LAYER_NORM, numbered_samples(tokens))
     per_bin, filled = stats.moments[:, 0].sum(0), stats.pairs.filled.sum(0)
     # An eighth of the pairs compete for four places each: one stays empty of 1,000 pairs once in e³¹ bins.
     assert (filled[per_bin > 1000] == PAIRS_PER_BIN).all() and (per_bin > 1000).sum() == 64

@@ -36,16 +36,16 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     first, *shares = _shared_out(tuple(tokens.runs), number)
     sums, samples = _views_of(stats)
     given = None if tokens.lines.explicit_y is None else tokens.lines.explicit_y.contiguous().numpy()
-    others = [_sums_apart(sums) for _ in shares]
-    waiting = [threads().submit(fill, rows, given, share, other) for share, other in zip(shares, others, strict=True)]
+    extra = [_sums_apart(sums) for _ in shares]
+    waiting = [threads().submit(fill, rows, given, share, added) for share, added in zip(shares, extra, strict=True)]
     fill(rows, given, first, sums)
-    for other, done in zip(others, waiting, strict=True):
-        done.result()
-        _join(sums, other)
+    for added, future in zip(extra, waiting, strict=True):
+        future.result()
+        _join(sums, added)
     _add_weighted(stats, tokens, rows, given)
     reference.add_optional(stats, tokens, by_gamma=False)
-    if (places := tokens.in_sequence) is not None:
-        cpu_loop.add_positions(rows, given, places.of_tokens.numpy(), places.first, sums)
+    if (positions := tokens.in_sequence) is not None:
+        cpu_loop.add_positions(rows, given, positions.numbers.numpy(), positions.first, sums)
     draw(rows, given, stats.grouped, *samples)
 
 
@@ -86,14 +86,14 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[Array]:
     """Divide tokens evenly, fold after fold, so that each thread has few folds; return the runs for :func:`fill`."""
     total = sum(run.stop - run.start for run in runs)
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
-    done = 0
+    assigned = 0
     for run in sorted(runs, key=lambda run: run.fold):
         start = run.start
         while start < run.stop:
-            number = done * threads // total
-            stop = min(run.stop, start - done - (-(number + 1) * total // threads))
+            number = assigned * threads // total
+            stop = min(run.stop, start - assigned - (-(number + 1) * total // threads))
             shares[number].append((start, stop, run.fold, run.key, run.position + start - run.start, run.sample))
-            done, start = done + stop - start, stop
+            assigned, start = assigned + stop - start, stop
     return [np.array(share, np.int64) for share in shares]
 
 
@@ -142,15 +142,15 @@ def _sums_apart(sums: Sums) -> Sums:
     return _spare.pop()._replace(channel_sums=np.zeros_like(sums.channel_sums), channel_extremes=extremes)
 
 
-def _join(sums: Sums, other: Sums) -> None:
+def _join(sums: Sums, further: Sums) -> None:
     """Add another thread's sums, and leave them empty."""
-    join(sums, other)
+    join(sums, further)
     for name in (*_ADDED, "nonfinite_tokens"):
-        getattr(sums, name)[:] += getattr(other, name)
-        getattr(other, name)[:] = 0
-    np.minimum(sums.channel_extremes[0], other.channel_extremes[0], out=sums.channel_extremes[0])
-    np.maximum(sums.channel_extremes[1], other.channel_extremes[1], out=sums.channel_extremes[1])
-    _spare.append(other)
+        getattr(sums, name)[:] += getattr(further, name)
+        getattr(further, name)[:] = 0
+    np.minimum(sums.channel_extremes[0], further.channel_extremes[0], out=sums.channel_extremes[0])
+    np.maximum(sums.channel_extremes[1], further.channel_extremes[1], out=sums.channel_extremes[1])
+    _spare.append(further)
 
 
 @functools.lru_cache(maxsize=16)

@@ -106,15 +106,15 @@ def _add_pair(typing_context: Any, row: Any, x: Any, y: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         row, x, y = arguments
-        double, place = ir.DoubleType(), ir.IntType(32)
+        double, index = ir.DoubleType(), ir.IntType(32)
         pair = ir.VectorType(double, 2)
 
         def both(first: Any, second: Any) -> Any:
-            half = builder.insert_element(ir.Constant(pair, ir.Undefined), first, place(0))
-            return builder.insert_element(half, second, place(1))
+            half = builder.insert_element(ir.Constant(pair, ir.Undefined), first, index(0))
+            return builder.insert_element(half, second, index(1))
 
-        one = double(1.0)
-        products = (both(one, x), builder.fmul(both(y, x), both(one, x)), builder.fmul(both(x, y), both(y, y)))
+        unit = double(1.0)
+        products = (both(unit, x), builder.fmul(both(y, x), both(unit, x)), builder.fmul(both(x, y), both(y, y)))
         for number, added in enumerate(products):
             address = builder.inttoptr(builder.add(row, ir.IntType(64)(16 * number)), pair.as_pointer())
             before = builder.load(address)
@@ -176,15 +176,15 @@ def _line(row: Any, eps: float, form: Any) -> Any:
     centred, about_mean, correction, eps_at = form
     mean = _total(row) / row.size if about_mean else 0.0
     squares = _squares(row, mean)
-    shift, of_x = mean if centred else 0.0, squares + row.size * mean * mean
+    shift, total_squares = mean if centred else 0.0, squares + row.size * mean * mean
     mean_square = squares / (row.size - correction)
     if eps_at == BOUNDS_LENGTH:
-        return shift, np.sqrt(row.size) / max(np.sqrt(squares), eps), of_x
+        return shift, np.sqrt(row.size) / max(np.sqrt(squares), eps), total_squares
     if eps_at == BOUNDS_SQUARE:
-        return shift, 1 / np.sqrt(max(mean_square, eps)), of_x
+        return shift, 1 / np.sqrt(max(mean_square, eps)), total_squares
     if eps_at == BESIDE_ROOT:
-        return shift, 1 / (np.sqrt(mean_square) + eps), of_x
-    return shift, 1 / np.sqrt(mean_square + eps), of_x
+        return shift, 1 / (np.sqrt(mean_square) + eps), total_squares
+    return shift, 1 / np.sqrt(mean_square + eps), total_squares
 
 
 @_exact
@@ -250,24 +250,24 @@ def _add_moments(row: Any, shift: float, rstd: float, given: Any, j: int, addres
 @_exact
 def _draw_pairs(tokens: Any, given: Any, t: int, first: int, stop: int, bins: Any, sums: Any) -> None:
     """Let some pairs of a part of a token compete for the places of their bins, as in :meth:`PairSample.add`."""
-    key, step, last_place = _u8(tokens.keys[t]), ONE_ELEMENT_IN, _u8(PAIRS_PER_BIN - 1)
+    key, step, last_slot = _u8(tokens.keys[t]), ONE_ELEMENT_IN, _u8(PAIRS_PER_BIN - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
     element_keys = tokens.element_keys[start, first // step :]
     for i in range((stop - first - start + step - 1) // step):
         j = start + i * step
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
-        place, bin_ = drawn & last_place, _u8(bins[j])
-        if np.int64(drawn) < sums.pair_key[place, bin_]:
+        slot, bin_ = drawn & last_slot, _u8(bins[j])
+        if np.int64(drawn) < sums.pair_key[slot, bin_]:
             row, channels = tokens.rows[t, first:stop], tokens.rows.shape[1] // tokens.positions
             x, y = row[j], _y(row, tokens.shift[t], tokens.rstd[t], _part(given, t, first, stop), j)
             channel = t % tokens.groups * channels + (first + j) // tokens.positions
-            _put(sums, place, bin_, np.int64(drawn), x, y, channel)
+            _put(sums, slot, bin_, np.int64(drawn), x, y, channel)
 
 
 @_exact
-def _put(sums: Any, place: Any, bin_: Any, key: Any, x: Any, y: Any, channel: Any) -> None:
-    sums.pair_key[place, bin_], sums.pair_channel[place, bin_] = key, channel
-    sums.pair_x[place, bin_], sums.pair_y[place, bin_] = x, y
+def _put(sums: Any, slot: Any, bin_: Any, key: Any, x: Any, y: Any, channel: Any) -> None:
+    sums.pair_key[slot, bin_], sums.pair_channel[slot, bin_] = key, channel
+    sums.pair_x[slot, bin_], sums.pair_y[slot, bin_] = x, y
 
 
 @_exact
@@ -279,22 +279,22 @@ def _add_block(tokens: Any, given: Any, block: Any, first_cell: Any, sums: Any, 
         stop = min(first + _ELEMENTS, d)
         for i in range(block.size):
             t = block[i]
-            row, shift, rstd, of_token = (
+            row, shift, rstd, given_part = (
                 rows[t, first:stop],
                 tokens.shift[t],
                 tokens.rstd[t],
                 _part(given, t, first, stop),
             )
-            _index(row, shift, rstd, of_token, y, bins[i], cells[i])
+            _index(row, shift, rstd, given_part, y, bins[i], cells[i])
         for i in range(block.size):
             t = block[i]
-            row, shift, rstd, of_token = (
+            row, shift, rstd, given_part = (
                 rows[t, first:stop],
                 tokens.shift[t],
                 tokens.rstd[t],
                 _part(given, t, first, stop),
             )
-            _add_pairs(row, shift, rstd, of_token, bins[i], cells[i], first_cell, sums)
+            _add_pairs(row, shift, rstd, given_part, bins[i], cells[i], first_cell, sums)
         for i in range(block.size):
             _draw_pairs(tokens, given, block[i], first, stop, bins[i], sums)
         if plain:
@@ -418,13 +418,13 @@ def fill(tokens: Any, given: Any, runs: Any, sums: Any) -> None:
 @_exact
 def _add_times(sums: Any, weight: float, x: float, y: float) -> None:
     """Add a pair to the six moments of a bin, times a weight."""
-    of_x, of_y = weight * x, weight * y
+    weighted_x, weighted_y = weight * x, weight * y
     sums[0] += weight
-    sums[1] += of_x
-    sums[2] += of_y
-    sums[3] += of_x * x
-    sums[4] += of_x * y
-    sums[5] += of_y * y
+    sums[1] += weighted_x
+    sums[2] += weighted_y
+    sums[3] += weighted_x * x
+    sums[4] += weighted_x * y
+    sums[5] += weighted_y * y
 
 
 @_called
@@ -444,11 +444,11 @@ def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, moments: Any) 
         for t in range(start, stop):
             if tokens.reach[t] < 0:
                 continue
-            row, shift, rstd, of_token = tokens.rows[t], tokens.shift[t], tokens.rstd[t], _part(given, t, 0, d)
+            row, shift, rstd, given_row = tokens.rows[t], tokens.shift[t], tokens.rstd[t], _part(given, t, 0, d)
             bits = row.view(np.int32)
             first_channel = t % tokens.groups * (d // positions)
             for j in range(d):
-                x, y = np.float64(row[j]), _y(row, shift, rstd, of_token, j)
+                x, y = np.float64(row[j]), _y(row, shift, rstd, given_row, j)
                 cell = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
                 _add_times(moments[_u8(cell)], weight[first_channel + j // positions], x, y)
 
@@ -464,10 +464,10 @@ def add_positions(tokens: Any, given: Any, positions: Any, first: int, sums: Any
         sums.position_sums[1, min(positions[t], last)] += tokens.squares[t]
         if positions[t] != first:
             continue
-        row, of_token = tokens.rows[t], _part(given, t, 0, tokens.rows.shape[1])
+        row, given_row = tokens.rows[t], _part(given, t, 0, tokens.rows.shape[1])
         bits = row.view(np.int32)
         for j in range(row.size):
-            y = _y(row, tokens.shift[t], tokens.rstd[t], of_token, j)
+            y = _y(row, tokens.shift[t], tokens.rstd[t], given_row, j)
             _add_times(sums.first_moments[_u8(_bin(bits[j], *_PAIR))], 1.0, np.float64(row[j]), y)
 
 
@@ -516,25 +516,25 @@ def _last(sample: Any) -> int:
 
 
 @_called
-def join(sums: Any, other: Any) -> None:
+def join(sums: Any, further: Any) -> None:
     """Add the binned sums and drawn pairs of another thread, and leave them empty."""
-    moments, added = sums.moments, other.moments
+    moments, added = sums.moments, further.moments
     for cell in range(added.shape[0]):
         if added[cell, 0] != 0:
             for i in range(added.shape[1]):
                 moments[cell, i] += added[cell, i]
                 added[cell, i] = 0
-    density, counts = sums.density, other.density
+    density, counts = sums.density, further.density
     for first in range(0, counts.size, _DENSITY_Y_BINS):  # in rows: vector loads of pages without memory are slow
         row = counts[first : first + _DENSITY_Y_BINS]
         if row.sum() > 0:
             density[first : first + _DENSITY_Y_BINS] += row
             row[:] = 0
-    kept_keys, keys = sums.pair_key, other.pair_key
-    for place in range(keys.shape[0]):
+    kept_keys, keys = sums.pair_key, further.pair_key
+    for slot in range(keys.shape[0]):
         for bin_ in range(keys.shape[1]):
-            key = keys[place, bin_]
-            if key < kept_keys[place, bin_]:
-                x, y = other.pair_x[place, bin_], other.pair_y[place, bin_]
-                _put(sums, place, bin_, key, x, y, other.pair_channel[place, bin_])
-            keys[place, bin_] = _NO_KEY
+            key = keys[slot, bin_]
+            if key < kept_keys[slot, bin_]:
+                x, y = further.pair_x[slot, bin_], further.pair_y[slot, bin_]
+                _put(sums, slot, bin_, key, x, y, further.pair_channel[slot, bin_])
+            keys[slot, bin_] = _NO_KEY

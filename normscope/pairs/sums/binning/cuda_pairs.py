@@ -58,8 +58,8 @@ def _mixed(z):
 @triton.jit
 def pair_of(key, element, x):
     """Return the key of the pair at an element of a token, and the place in the sample that it competes for."""
-    of_element = _mixed((element + 1).to(tl.uint64) * _GOLDEN)
-    pair_key = ((key ^ of_element).to(tl.uint64) * _MIX_1).to(tl.int64) & KEYLESS
+    element_key = _mixed((element + 1).to(tl.uint64) * _GOLDEN)
+    pair_key = ((key ^ element_key).to(tl.uint64) * _MIX_1).to(tl.int64) & KEYLESS
     return pair_key, (pair_key % _PER_BIN) * PAIR_BINS + bin_of(x, PAIR)
 
 
@@ -129,8 +129,8 @@ def offered_of(scratch, cells: tl.constexpr):
 @triton.jit
 def _offer(candidates, number, token, offered):
     """Append tokens to the candidates, of which there are ``number`` so far, in any order."""
-    place = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
-    tl.store(candidates + place, token, mask=offered)
+    index = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
+    tl.store(candidates + index, token, mask=offered)
 
 
 @triton.jit(do_not_specialize=["n", "n_runs", "half", "cut"])
@@ -170,9 +170,9 @@ def describe(
     counted = is_data & (most < _INFINITY_BITS) & (tl.abs(own_shift * slope) < float("inf"))
     lost = tl.sum((is_data & (counted == 0)).to(tl.int64))
     tl.atomic_add(nonfinite_tokens, lost, mask=lost > 0, sem="relaxed")
-    one = tl.full((at_once,), 1, tl.int64)
-    tl.atomic_add(token_offsets + bin_of((mean * slope).to(tl.float32), _TOKEN), one, mask=counted, sem="relaxed")
-    tl.atomic_add(token_scales + bin_of((1 / slope).to(tl.float32), _TOKEN), one, mask=counted, sem="relaxed")
+    ones = tl.full((at_once,), 1, tl.int64)
+    tl.atomic_add(token_offsets + bin_of((mean * slope).to(tl.float32), _TOKEN), ones, mask=counted, sem="relaxed")
+    tl.atomic_add(token_scales + bin_of((1 / slope).to(tl.float32), _TOKEN), ones, mask=counted, sem="relaxed")
     run = _run_of(token, runs, n_runs, half)
     position = tl.load(runs + 3 * n_runs + run) + token - tl.load(runs + run)
     key = _mixed(tl.load(runs + 2 * n_runs + run).to(tl.uint64) + position.to(tl.uint64) * _GOLDEN)
@@ -255,12 +255,12 @@ def _draw_tokens(
     ranks, kept_keys = tl.load(own_rank + slots), tl.load(own_key + slots)
     chosen = tl.full((places,), -1, tl.int32)
     last_rank, last_key, slot = _last(ranks, kept_keys, slots)
-    of_all = (number < places) & (last_key > cut)
-    number = tl.where(of_all, n, number)
+    uncut = (number < places) & (last_key > cut)
+    number = tl.where(uncut, n, number)
     start = 0
     while start < number:
-        place = start + tl.arange(0, tile)
-        token = tl.where(of_all, place, tl.load(candidates + place, mask=(place < number) & (of_all == 0), other=n))
+        index = start + tl.arange(0, tile)
+        token = tl.where(uncut, index, tl.load(candidates + index, mask=(index < number) & (uncut == 0), other=n))
         key = tl.load(keys + token, mask=token < n, other=KEYLESS)
         rank = tl.zeros((tile,), tl.float64)
         if by_reach:
@@ -300,11 +300,11 @@ def _draw_pairs(
     element = ((key >> 8) & ONE_IN - 1) + tl.arange(0, tile) * ONE_IN
     while tl.min(element, 0) < d:
         x = tl.load(row + element, mask=element < d, other=0).to(tl.float32)
-        pair_key, place = pair_of(key, element, x)
-        won = (element < d) & (pair_key == tl.load(pair_keys + place))
-        tl.store(pair_x + place, x, mask=won)
-        tl.store(pair_y + place, _y(x, shift, slope), mask=won)
-        tl.store(pair_channel + place, (first_channel + element // positions).to(tl.int32), mask=won)
+        pair_key, slot = pair_of(key, element, x)
+        won = (element < d) & (pair_key == tl.load(pair_keys + slot))
+        tl.store(pair_x + slot, x, mask=won)
+        tl.store(pair_y + slot, _y(x, shift, slope), mask=won)
+        tl.store(pair_channel + slot, (first_channel + element // positions).to(tl.int32), mask=won)
         element += ONE_IN * tile
 
 
@@ -394,13 +394,13 @@ def _gather(scratch, cell, off, y):
     four words each, so that a pair writes to one sector of memory.
     """
     word = tl.arange(0, GATHERED)[None, :]
-    second, of_half = word >= _HALF, word % _HALF
+    second, term = word >= _HALF, word % _HALF
     off, y = off[:, None], y[:, None]
     by_off, by_y = tl.where(second, off, 1.0), tl.where(second, y, 1.0)
     last = y * by_y
     leading = (last.to(tl.int32, bitcast=True) & _LEADING_BITS).to(tl.float32, bitcast=True)
-    words = tl.where(of_half == 0, by_off * by_off, off * by_y)
-    words = tl.where(of_half < 2, words, tl.where(of_half == 2, leading, last - leading))
+    words = tl.where(term == 0, by_off * by_off, off * by_y)
+    words = tl.where(term < 2, words, tl.where(term == 2, leading, last - leading))
     tl.atomic_add(scratch + cell[:, None] * GATHERED + word, words, sem="relaxed")
 
 
@@ -416,9 +416,9 @@ def _add_directly(moments, density, centre, x, shift, slope, mask):
     y_bin_of_zero = bin_of((tl.zeros_like(near_shift) - near_shift) * near_slope, _DENSITY_Y)
     central = mask & (tl.abs(x) < _LEAST)
     alike = central & (y_bin == y_bin_of_zero)
-    of_zero = tl.sum(y_bin_of_zero, 1) + _DENSITY_X[2] * _DENSITY_Y_BINS
+    zero_cell = tl.sum(y_bin_of_zero, 1) + _DENSITY_X[2] * _DENSITY_Y_BINS
     number = tl.sum(alike.to(tl.int32), 1).to(tl.int64)
-    tl.atomic_add(density + of_zero, number, mask=number > 0, sem="relaxed")
+    tl.atomic_add(density + zero_cell, number, mask=number > 0, sem="relaxed")
     tl.atomic_add(density + joint, tl.full(x.shape, 1, tl.int64), mask=mask & (alike == 0), sem="relaxed")
     wide = x.to(tl.float64)
     y = (wide - shift[:, None]) * slope[:, None]
@@ -448,9 +448,9 @@ def _compete(rows, key, before, left, width, pair_keys, tile: tl.constexpr):
     column = left + ((key >> 8) - before - left & ONE_IN - 1)[:, None] + tl.arange(0, tile // ONE_IN)[None, :] * ONE_IN
     inside = (key != KEYLESS)[:, None] & (column < width)
     x = tl.load(rows + column, mask=inside, other=0).to(tl.float32)
-    pair_key, place = pair_of(key[:, None], before[:, None] + column, x)
-    beats = inside & (pair_key < tl.load(pair_keys + place, mask=inside, other=0))
-    tl.atomic_min(pair_keys + place, pair_key, mask=beats, sem="relaxed")
+    pair_key, slot = pair_of(key[:, None], before[:, None] + column, x)
+    beats = inside & (pair_key < tl.load(pair_keys + slot, mask=inside, other=0))
+    tl.atomic_min(pair_keys + slot, pair_key, mask=beats, sem="relaxed")
     return tl.max(beats.to(tl.int32), 1) > 0
 
 
@@ -494,7 +494,7 @@ def add_pairs(
         own_shift = tl.load(shift + token, mask=counted, other=0)
         slope = tl.load(rstd + token, mask=counted, other=0)
         near_shift, near_slope = own_shift.to(tl.float32), slope.to(tl.float32)[:, None]
-        rest = (own_shift - near_shift.to(tl.float64)).to(tl.float32)
+        residual = (own_shift - near_shift.to(tl.float64)).to(tl.float32)
         distance = x - near_shift[:, None]
         y_bin = bin_of(distance * near_slope, _DENSITY_Y)
         away, bins, coarse_bins = _places(x)
@@ -503,7 +503,7 @@ def add_pairs(
         centre = tl.where(fold < 0, ~fold, fold) * PAIR_BINS + _CENTRE
         cell = tl.where(gathered, centre[:, None] + bins, nowhere)
         middle = ((x.to(tl.int32, bitcast=True) & _BIN) | _HALF_A_BIN).to(tl.float32, bitcast=True)
-        y = (distance - rest[:, None]) * near_slope
+        y = (distance - residual[:, None]) * near_slope
         flat: tl.constexpr = (at_once * tile,)
         _gather(scratch, cell.reshape(flat), (x - middle).reshape(flat), y.reshape(flat))
         joint = (coarse_bins + _DENSITY_X[2]) * _DENSITY_Y_BINS + y_bin

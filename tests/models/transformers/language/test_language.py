@@ -84,10 +84,10 @@ def test_padding_is_excluded_from_every_sum(folders, texts, lines, kind):
     with_padding, without = (capture(model.module, model.inputs) for model in (together, alone))
     total = sum(len(text.encode()) + 1 for text in texts)
     for site in without.sites:
-        found, expected = with_padding.stats[site.name], without.stats[site.name]
+        padded, expected = with_padding.stats[site.name], without.stats[site.name]
         heads = {"q_norm": 2}.get(site.name.rpartition(".")[2], 1)
-        assert found.n_pairs == expected.n_pairs == total * heads * site.d
-        ours, theirs = (stats.moments.sum((0, 2)) for stats in (found, expected))
+        assert padded.n_pairs == expected.n_pairs == total * heads * site.d
+        ours, theirs = (stats.moments.sum((0, 2)) for stats in (padded, expected))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * total)
 
 

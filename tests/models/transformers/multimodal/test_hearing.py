@@ -9,6 +9,7 @@ import soundfile
 import torch
 import transformers
 from loads import load_folder, result_of
+from networks import sums_of
 
 import normscope
 from normscope.errors import DataError, ModelError
@@ -53,8 +54,8 @@ def test_outputs_are_those_of_transformers_and_every_norm_is_captured(saved, tok
             assert batch.kwargs["decoder_input_ids"].tolist() == [tokens]
         with torch.no_grad():
             expected = whole(**given)[0]
-        found = model.outputs.read(result_of(model.module, batch), batch)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # rounding of float32
+        output = model.outputs.read(result_of(model.module, batch), batch)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)  # rounding of float32
     assert model.outputs.kind == ("classes" if kind in CLASSES else "tokens" if writes else "frames")
     if kind in CLASSES:
         assert expected.shape == (1, CLASSES[kind])
@@ -79,13 +80,13 @@ def test_frames_are_counted_as_the_network_counts_them(saved):
     by_hand = [extractor(waveform.numpy(), sampling_rate=16_000, return_tensors="pt") for waveform in SPOKEN]
     alone = normscope.capture(model.module, [{"input_values": made.input_values} for made in by_hand])
     for site in seen.sites:
-        found = seen.stats[site.name].n_pairs
+        n_pairs = seen.stats[site.name].n_pairs
         torch.testing.assert_close(sums(seen.stats[site.name]), sums(alone.stats[site.name]), rtol=1e-12, atol=1e-9)
         if "conv_layers" in site.name:  # a GroupNorm's channels are its convolution's as well
             layer = int(site.name.split("conv_layers.")[1].split(".")[0])
-            assert found == 8 * sum(lengths[layer] for lengths in behind)
+            assert n_pairs == 8 * sum(lengths[layer] for lengths in behind)
         else:
-            assert found == sum(frames) * site.d
+            assert n_pairs == sum(frames) * site.d
 
 
 def test_silence_behind_a_recording_is_in_no_sum_of_whisper(saved, tokenizer):
@@ -97,20 +98,19 @@ def test_silence_behind_a_recording_is_in_no_sum_of_whisper(saved, tokenizer):
     norm = model.module.get_submodule(name)
     for waveform in SPOKEN:
         made = extractor(waveform.numpy(), sampling_rate=16_000, return_tensors="pt", return_attention_mask=True)
-        heard = int(model.module._get_feat_extract_output_lengths(made.attention_mask.sum()))
-        hook = norm.register_forward_pre_hook(lambda module, args, heard=heard: inner.append(args[0][0, :heard]))
+        n_frames = int(model.module._get_feat_extract_output_lengths(made.attention_mask.sum()))
+        hook = norm.register_forward_pre_hook(lambda module, args, n=n_frames: inner.append(args[0][0, :n]))
         with torch.no_grad():
             model.module.model.encoder(made.input_features)
         hook.remove()
-        frames += heard
+        frames += n_frames
     assert frames < 8 * 200
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in SAID)  # a start for the end
     for site in seen.sites:
         assert seen.stats[site.name].n_pairs == (frames if ".encoder." in site.name else tokens) * site.d, site.name
     x = torch.cat(inner).double()
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
-    expected = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y]).flatten(1).sum(1)
-    torch.testing.assert_close(sums(seen.stats[name]), expected, rtol=1e-9, atol=1e-6)  # from the same float32 x
+    torch.testing.assert_close(sums(seen.stats[name]), sums_of(x, y), rtol=1e-9, atol=1e-6)  # from the same float32 x
     assert model.about["data"] == "8 synthetic utterances (espeak-ng), each with its transcript"
     first = next(iter(model.inputs))
     assert first.kwargs["decoder_input_ids"].tolist() == [[299, *tokenizer(SAID[0])["input_ids"][:-1]]]
@@ -133,8 +133,8 @@ def test_patches_behind_a_recording_are_in_no_sum(saved):
     name = "audio_spectrogram_transformer.encoder.layer.0.layernorm_before"
     name = name if name in seen.stats else next(site.name for site in seen.sites if "before" in site.name)
     for batch, waveform in zip(model.inputs, SPOKEN, strict=True):
-        heard = batch.valid[0, 2:].view(across, along).any(0).sum()
-        assert int(heard) == min(along, -(-(1 + (len(waveform) - 400) // 160) // 6))
+        n_frames = batch.valid[0, 2:].view(across, along).any(0).sum()
+        assert int(n_frames) == min(along, -(-(1 + (len(waveform) - 400) // 160) // 6))
 
 
 def write_noise(folder, **lengths):
@@ -206,10 +206,10 @@ def test_an_encoder_saved_alone_reads_the_end_of_a_recording_behind_silence(save
     for batch in model.inputs:
         [sample] = batch.samples
         waveform, _ = soundfile.read(tmp_path / sample.source, dtype="float32")
-        heard = np.pad(waveform, (max(64_000 - len(waveform), 0), 0))[-64_000:]
-        heard = (heard - heard.mean()) / np.sqrt(heard.var() + 1e-7)
+        end = np.pad(waveform, (max(64_000 - len(waveform), 0), 0))[-64_000:]
+        end = (end - end.mean()) / np.sqrt(end.var() + 1e-7)
         given = transformers.WhisperFeatureExtractor(feature_size=40, chunk_length=4)(
-            heard, sampling_rate=16_000, return_tensors="pt"
+            end, sampling_rate=16_000, return_tensors="pt"
         )
         torch.testing.assert_close(batch.kwargs["input_features"], given.input_features, rtol=1e-4, atol=1e-4)
         assert batch.valid is None or bool(batch.valid.all())

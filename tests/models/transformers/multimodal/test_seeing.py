@@ -70,15 +70,15 @@ def test_patches_that_pad_an_image_are_in_no_sum(saved, images):
     with torch.no_grad():
         expected = whole(**given)[0]
     for batch in model.inputs:
-        found = result_of(model.module, batch)[0]
-        for row, sample in zip(found, batch.samples, strict=True):
+        output = result_of(model.module, batch)[0]
+        for row, sample in zip(output, batch.samples, strict=True):
             theirs = expected[sample.index, : patches[sample.index]]
             torch.testing.assert_close(row, theirs, rtol=1e-4, atol=1e-5)  # float32, masked there
     seen = normscope.capture(model, verify=True).stats
     assert seen[norm.replace(end, "head.layernorm")].n_pairs == 3 * 16 and seen[norm].n_pairs == sum(patches) * 16
     x = taken[0][given.pixel_attention_mask.bool()].double()
-    found = seen[norm].moments.sum((0, 2))[[1, 3]]
-    torch.testing.assert_close(found, torch.stack([x.sum(), (x * x).sum()]), rtol=1e-4, atol=1e-3)
+    sums = seen[norm].moments.sum((0, 2))[[1, 3]]
+    torch.testing.assert_close(sums, torch.stack([x.sum(), (x * x).sum()]), rtol=1e-4, atol=1e-3)
 
 
 def test_a_masked_autoencoder_sees_every_patch_in_order(saved, images, caplog):

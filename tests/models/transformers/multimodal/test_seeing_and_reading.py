@@ -41,13 +41,14 @@ def test_images_and_texts_separately(saved, pairs, kind):
     )
     with torch.no_grad():
         expected = whole_of(folder, model.module)(**given)
-    found = {
+    outputs = {
         sample.source[0]: row
         for batch in model.inputs
         for sample, row in zip(batch.samples, model.outputs.read(result_of(model.module, batch), batch), strict=True)
     }
     theirs = torch.cat([expected.image_embeds, expected.text_embeds], -1)
-    torch.testing.assert_close(torch.stack([found[name] for name in PROMPTS]), theirs, rtol=1e-4, atol=1e-5)  # float32
+    ours = torch.stack([outputs[name] for name in PROMPTS])
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32
     assert (model.family, model.outputs.kind) == ("vision", "tensor")
     seen = every_norm_of(model)
     written = int(given.attention_mask.sum())
@@ -66,7 +67,7 @@ def test_padding_of_a_text_beside_an_image_is_in_no_sum(saved, pairs):
     batch = next(iter(load_folder(saved("siglip"), data=pairs).inputs))
     assert len(batch.samples) == 3 and batch.padded and list(batch.valid_within) == ["text_model"]
     for name, stats in together.stats.items():
-        ours, theirs = (one.moments.sum((0, 2)) for one in (stats, alone.stats[name]))
+        ours, theirs = (sums.moments.sum((0, 2)) for sums in (stats, alone.stats[name]))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # float32 in batches of other sizes
 
 
@@ -82,8 +83,8 @@ def test_an_image_among_the_tokens_of_a_prompt(saved, pairs, kind):
         assert torch.equal(given["input_ids"], batch.kwargs["input_ids"])
         with torch.no_grad():
             expected = whole(**given).logits
-        found = model.outputs.read(result_of(model.module, batch), batch)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # the same pass, in float32
+        output = model.outputs.read(result_of(model.module, batch), batch)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)  # the same pass, in float32
         tokens += given["input_ids"].numel()
         patches += 17 if kind == "llava" else int(given["image_grid_thw"].prod())
     assert (model.family, model.outputs.kind) == ("language", "tokens")

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from captures import assert_same_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import sums_of
 
 from normscope.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
@@ -116,8 +117,7 @@ def test_a_given_y_is_summed_as_it_is(threads, d):
     assert (ours.n_tokens, int(ours.nonfinite_tokens)) == (69, 1)
     finite = torch.isfinite(rows).all(1)
     x, y = rows[finite].double(), y[finite]
-    sums = [torch.ones_like(x).sum(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()]
-    torch.testing.assert_close(ours.moments.sum((0, 2)), torch.stack(sums), rtol=1e-11, atol=1e-9)
+    torch.testing.assert_close(ours.moments.sum((0, 2)), sums_of(x, y), rtol=1e-11, atol=1e-9)
     drawn = ours.pairs.filled
     torch.testing.assert_close(ours.pairs.y[drawn], torch.erf(0.7 * ours.pairs.x[drawn] + 0.2))
     torch.testing.assert_close(ours.tokens.kept().y, torch.erf(0.7 * ours.tokens.kept().x + 0.2))
@@ -168,25 +168,18 @@ def test_the_same_number_of_threads_gives_the_same_bits():
     calls = [tokens_of(rows_of(seed, 200, 64), lines, first=1000 * seed) for seed in range(4)]
     for threads in (1, 3):
         with shared_out(threads):
-            one, other = filled(cpu.add, *calls), filled(cpu.add, *calls)
-        assert torch.equal(one.moments, other.moments)
-        assert torch.equal(one.channel_sums, other.channel_sums)
+            first, second = filled(cpu.add, *calls), filled(cpu.add, *calls)
+        assert torch.equal(first.moments, second.moments)
+        assert torch.equal(first.channel_sums, second.channel_sums)
 
 
 def test_concurrent_captures_do_not_interfere():
     lines = Lines(layer_norm, 1e-6)
     calls = [tokens_of(rows_of(seed, 300, 64), lines, first=1000 * seed) for seed in range(6)]
     alone = filled(cpu.add, *calls)
-    found = []
-    with shared_out(2):
-        workers = [threading.Thread(target=lambda: found.append(filled(cpu.add, *calls))) for _ in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    assert len(found) == 4
-    for stats in found:
-        assert_same(stats, alone)
+    with shared_out(2), ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(filled, cpu.add, *calls) for _ in range(4)]:
+            assert_same(future.result(), alone)
 
 
 CAPTURED = """
@@ -203,5 +196,5 @@ print(seen.stats["0"].n_pairs, [str(w.message) for w in said if "numba" in str(w
 
 @pytest.mark.slow
 def test_without_numba_the_sums_are_the_same():
-    done = subprocess.run([sys.executable, "-c", CAPTURED], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("32 ['numba does not work here")
+    process = subprocess.run([sys.executable, "-c", CAPTURED], capture_output=True, text=True, check=True)
+    assert process.stdout.startswith("32 ['numba does not work here")

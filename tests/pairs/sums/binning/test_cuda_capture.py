@@ -47,7 +47,7 @@ def captured(name: str, device: str, limit: int, **arithmetic: bool) -> normscop
     ("name", "limit", "library"),
     [("demo_vit", 16, "timm"), ("demo_wav2vec2", 4, "soundfile"), ("demo_dit", 2, "diffusers")],
 )
-def test_a_network_says_the_same_on_both(name, limit, library):
+def test_captures_on_gpu_and_cpu_agree(name, limit, library):
     pytest.importorskip(library, reason=f"{library} is not installed, which {name} takes.")
     there, here = captured(name, DEVICE, limit, enabled=False), captured(name, "cpu", limit, enabled=True)
     assert list(there.stats) == list(here.stats)
@@ -88,9 +88,9 @@ def test_of_the_same_x_all_counts_are_the_same(dtype):
 
 
 def ran(*command: str, cwd) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-600:]
-    return done.stdout
+    process = subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-600:]
+    return process.stdout
 
 
 OPTIONS = {
@@ -139,13 +139,13 @@ def ranks(tmp_path):
     dist.destroy_process_group()
 
 
-def test_what_a_backend_carries_comes_back(ranks):
+def test_gathered_messages_arrive_unchanged(ranks):
     for data in (b"", b"\0\1", bytes(range(256)) * 1000):
         assert list(ranks.gather_bytes(data)) == [data]
     assert ranks.gather({"ä": [1, None]}) == [{"ä": [1, None]}]
 
 
-def test_what_a_rank_has_seen_is_merged_by_the_backend(ranks):
+def test_progress_of_a_rank_is_merged_by_the_backend(ranks):
     model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16)).to(ranks.device)
     batch = torch.randn(6, 5, 16, generator=torch.Generator().manual_seed(0)).to(ranks.device)
     report = find_norms(model, normscope.Batch((batch,)).first_sample())

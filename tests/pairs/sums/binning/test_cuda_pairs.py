@@ -178,7 +178,7 @@ def allowed(terms: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_the_kernels_add_up_and_draw_what_the_reference_does(made, name):
+def test_kernels_match_the_reference(made, name):
     ours, truth = made(name), filled(reference.add, name)
     assert truth.n_pairs > 0
     assert_same_counts(ours, truth)
