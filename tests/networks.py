@@ -23,11 +23,18 @@ def numbered_batches(number, x_of, size=8, seed=0, data=""):
 
 
 def network_of(forward, kind="Network", **parts):
-    """A network with named parts whose forward is a function of it and of its inputs; ``kind`` is its class's name."""
+    """A network of named modules, parameters and buffers, whose forward is a function of it and of its inputs."""
     network = type(kind, (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
-        setattr(network, name, part)
+        network.register_buffer(name, part) if type(part) is torch.Tensor else setattr(network, name, part)
     return network
+
+
+def residual(norm, width):
+    """A pre-norm block: a norm and a linear layer beside the stream."""
+    return network_of(
+        lambda self, x: x + self.layer(self.norm(x)).relu(), "Block", norm=norm, layer=nn.Linear(width, width)
+    )
 
 
 def inputs_of(model, names, batches, run=lambda model, batch: model(batch)):

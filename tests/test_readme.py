@@ -72,7 +72,7 @@ def assert_shown(texts, values):
     assert texts == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(texts, values, strict=True)]
 
 
-def found(pattern, page=README):
+def numbers_in(pattern, page=README):
     """Return the numbers at each ``#`` of a pattern that matches a page once."""
     [match] = re.finditer(pattern.replace("#", r"(−?\d+(?:,\d{3})*(?:\.\d+)?)").replace(" ", r"\s+"), page)
     return match.groups()
@@ -88,16 +88,16 @@ def rows_of(page, heading):
 def test_the_numbers_of_its_table_are_committed_results():
     samples = samples_of("readme")
     last = {name: values[0] for (_, way, name), values in samples.items() if way == "last norm"}
-    fit = found("last norm: tanh A #, α # ± #, held-out R² # ")
+    fit = numbers_in("last norm: tanh A #, α # ± #, held-out R² # ")
     assert_shown(fit, [last[name] for name in ("A", "α", "α ±", "held-out R²")])
-    assert_shown(found("any function of x reached: there # "), [last["ceiling"]])
+    assert_shown(numbers_in("any function of x reached: there # "), [last["ceiling"]])
     tails = [last[name] for name in ("largest |x| over the median", "share of three channels in Σx²")]
-    assert_shown(found("is # times the median; three channels with γ ≈ 0 carry # % of Σx²"), tails)
+    assert_shown(numbers_in("is # times the median; three channels with γ ≈ 0 carry # % of Σx²"), tails)
     swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
-    *cosines, texts = found(r"DyT, untrained: output cosine # \(RMSNorm #\), median of # texts")
+    *cosines, texts = numbers_in(r"DyT, untrained: output cosine # \(RMSNorm #\), median of # texts")
     assert_shown(cosines, map(statistics.median, swaps))
     assert {int(texts)} == {*map(len, swaps)}
-    assert_shown(found("`minilm` on a page of # texts"), [last["samples"]])
+    assert_shown(numbers_in("`minilm` on a page of # texts"), [last["samples"]])
 
 
 def test_numbers_of_the_same_run_in_the_docs_are_committed_results():
@@ -106,20 +106,20 @@ def test_numbers_of_the_same_run_in_the_docs_are_committed_results():
     [tanh] = samples["minilm", "all norms", "mean R² of tanh"]
     swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
     cosines = [statistics.median(values) for values in swaps]
-    shown = found(r"DyT leaves a cosine of #, RMSNorm # \(median of # texts\):", pages["index"])
+    shown = numbers_in(r"DyT leaves a cosine of #, RMSNorm # \(median of # texts\):", pages["index"])
     assert_shown(shown, [*cosines, len(swaps[0])])
-    shown = found(r"mean R² of #, and their swap leaves a cosine of # \(median of # texts\)\.", pages["swaps"])
+    shown = numbers_in(r"mean R² of #, and their swap leaves a cosine of # \(median of # texts\)\.", pages["swaps"])
     assert_shown(shown, [tanh, cosines[0], len(swaps[0])])
-    assert_shown(found(r"keeps the scale of each token and leaves #\.", pages["swaps"]), [cosines[1]])
+    assert_shown(numbers_in(r"keeps the scale of each token and leaves #\.", pages["swaps"]), [cosines[1]])
     names = ("mean R² of one curve without s", "mean R² of the best without s")
     without = [samples[model, "all norms", name][0] for model in ("demo_vit", "minilm") for name in names]
     pattern = "without a shift # and # for demo_vit, # and # for all-MiniLM-L6-v2"
-    assert_shown(found(pattern, pages["papers"]), without)
-    [equal] = found(r"without a shift \(mean R² #\)", pages["papers"])
+    assert_shown(numbers_in(pattern, pages["papers"]), without)
+    [equal] = numbers_in(r"without a shift \(mean R² #\)", pages["papers"])
     curves = [samples["minilm", "all norms", f"mean R² of {curve} without s"][0] for curve in ("tanh", "isru")]
     assert_shown([equal] * 2, curves)
     [change] = samples["minilm", "last norm", "change without centring"]
-    assert_shown(found(r"\*without centring\*: # % at the last norm", pages["papers"]), [change])
+    assert_shown(numbers_in(r"\*without centring\*: # % at the last norm", pages["papers"]), [change])
 
 
 def test_the_numbers_of_its_limits_are_committed_results():
@@ -127,13 +127,13 @@ def test_the_numbers_of_its_limits_are_committed_results():
     fitted = [swaps[name, "dyt, fit", "relative L2"] for name in ("smart_turn", "dinov2_small", "minilm")]
     for page in pages.values():
         pattern = "leaves a relative L2 of # on a Whisper encoder, # on DINOv2 and # on all-MiniLM-L6-v2"
-        assert_shown(found(pattern, page), fitted)
-    shown = found(r"Calibration \(`--init calibrated`\) leaves the encoder #, and")
+        assert_shown(numbers_in(pattern, page), fitted)
+    shown = numbers_in(r"Calibration \(`--init calibrated`\) leaves the encoder #, and")
     assert_shown(shown, [swaps["smart_turn", "dyt, calibrated", "relative L2"]])
     cosine = swaps["smart_turn", "rmsnorm", "cosine"]
-    assert_shown(found(r"have large means, it leaves # \(8 recordings\)", pages["swaps"]), [cosine])
+    assert_shown(numbers_in(r"have large means, it leaves # \(8 recordings\)", pages["swaps"]), [cosine])
     embedded = [swaps[name, "identity", "relative L2"] for name in embedded_models()]
-    least, most, *pretrained = found(
+    least, most, *pretrained = numbers_in(
         "toys keep a relative L2 of # to #; all-MiniLM-L6-v2 gets # and the Whisper encoder #", pages["swaps"]
     )
     assert_shown([least, most], [min(embedded), max(embedded)])
@@ -148,9 +148,11 @@ def test_the_numbers_of_its_limits_are_committed_results():
     ]
     assert len(calibrated) == len(healed) == 5
     for closed, pattern in ((calibrated, "recovers # to # % of the error"), (healed, "`heal` recovers # to # % there")):
-        assert_shown(found(pattern), [min(closed), max(closed)])
+        assert_shown(numbers_in(pattern), [min(closed), max(closed)])
     expected = [of(closed) for closed in (calibrated, healed) for of in (min, max)]
-    assert_shown(found("calibration recovers # to # % of the error, and healing # to # %", pages["swaps"]), expected)
+    assert_shown(
+        numbers_in("calibration recovers # to # % of the error, and healing # to # %", pages["swaps"]), expected
+    )
 
 
 def docs_page(name):
@@ -230,17 +232,17 @@ def test_calibrated_pretrained_networks_are_committed_results():
     )
     median = statistics.median
     errors, learned = (whisper[name] for name in ("relative L2", "on inputs learned from"))
-    shown = found(r"relative L2 # \(#\), # recordings, # s; # on inputs learned from", page)
+    shown = numbers_in(r"relative L2 # \(#\), # recordings, # s; # on inputs learned from", page)
     assert_shown(shown, [median(errors), max(errors), len(errors), median(whisper["CPU"]), median(learned)])
 
     healed = {name: samples["dinov2_small, class token", "dyt, healed", name] for name in ("cosine", "CPU")}
     cosines = dino["cosine"]
     assert healed["cosine"] == cosines
-    shown = found(r"cosine # \(#\), # crops, # s; 30 steps of healing \(# s in all\)", page)
+    shown = numbers_in(r"cosine # \(#\), # crops, # s; 30 steps of healing \(# s in all\)", page)
     assert_shown(shown, [median(cosines), min(cosines), len(cosines), *dino["CPU"], *healed["CPU"]])
 
     errors, learned = (smollm[name] for name in ("KL", "on inputs learned from"))
-    shown = found(r"KL # \(#\), # docstrings, # s; # on the # learned from", page)
+    shown = numbers_in(r"KL # \(#\), # docstrings, # s; # on the # learned from", page)
     expected = [median(errors), max(errors), len(errors), *smollm["CPU"], median(learned), len(learned)]
     assert_shown(shown, expected)
 
@@ -276,12 +278,14 @@ def test_the_tables_of_pretrained_networks_are_committed_results():
         expected += [values["rank correlation of α and 1/std(x)"][0], min(alpha), max(alpha)]
         assert_shown(rows[row], expected)
     largest = samples["smollm2_135m", "figures", "largest |x|"]
-    assert_shown(found(r"the largest .x. rises from # to # at the feed-forward of layer 11", page), largest[23:25])
+    assert_shown(numbers_in(r"the largest .x. rises from # to # at the feed-forward of layer 11", page), largest[23:25])
 
     rows, samples = rows_of(page, "for all norms"), samples_of("swaps")
     assert rows.keys() == FUNCTIONS.keys()
     cases = ("dinov2_small", "smart_turn", "minilm")
-    numbers = found(r"DINOv2: # crops . Whisper encoder: # recordings . \S+: # docstrings . SmolLM2-135M: # doc", page)
+    numbers = numbers_in(
+        r"DINOv2: # crops . Whisper encoder: # recordings . \S+: # docstrings . SmolLM2-135M: # doc", page
+    )
     counts = [len(samples[case, "dyt, fit", "relative L2"]) for case in cases]
     assert_shown(numbers, [*counts, len(samples["smollm2_135m", "dyt, fit", "KL"])])
     for row, way in FUNCTIONS.items():
@@ -320,7 +324,7 @@ def test_the_table_of_scales_of_tokens_is_a_committed_result():
 
 def test_a_single_number_of_another_page_is_a_committed_result():
     [three] = samples_of("readme")["minilm", "last norm", "share of three channels in Σx²"]
-    assert_shown(found("three channels with γ ≈ 0 contain # % of Σx²", docs_page("card")), [three])
+    assert_shown(numbers_in("three channels with γ ≈ 0 contain # % of Σx²", docs_page("card")), [three])
 
 
 def test_the_study_of_a_training_is_a_committed_result():
@@ -330,15 +334,15 @@ def test_the_study_of_a_training_is_a_committed_result():
         {name: values for (case, name), values in samples.items() if case == f"LayerNorm, step {step}"}
         for step in (0, 600)
     )
-    first = found("all # sites have the same curve, nearly a step .tanh: α = #.", page)
+    first = numbers_in("all # sites have the same curve, nearly a step .tanh: α = #.", page)
     assert_shown(first, [len(begin["α of tanh"]), statistics.median(begin["α of tanh"])])
-    assert_shown(found("σ spreads by a factor of #.", page), [statistics.median(begin["spread of σ"])])
-    final = found("At the final norm α falls to #, the spread to #, and R² of tanh rises from # to #.", page)
+    assert_shown(numbers_in("σ spreads by a factor of #.", page), [statistics.median(begin["spread of σ"])])
+    final = numbers_in("At the final norm α falls to #, the spread to #, and R² of tanh rises from # to #.", page)
     last = [end["α of tanh"], end["spread of σ"], begin["R² of tanh"], end["R² of tanh"]]
     assert_shown(final, [values[-1] for values in last])
-    assert_shown(found(r"stays a step \(α = #\)", page), [end["α of tanh"][0]])
+    assert_shown(numbers_in(r"stays a step \(α = #\)", page), [end["α of tanh"][0]])
     gains = [isru - tanh for isru, tanh in zip(end["R² of isru"], end["R² of tanh"], strict=True)]
-    assert_shown(found("by at most # in R² at the end", page), [max(gains)])
+    assert_shown(numbers_in("by at most # in R² at the end", page), [max(gains)])
     assert min(gains) > 0
 
     rows = rows_of(page, "at step 600")
@@ -351,14 +355,14 @@ def test_the_study_of_a_training_is_a_committed_result():
         of_two = [samples[f"{name}, step 600", quantity] for name in three[1:]]
         assert_shown(rows[row], [of(values) for values in of_two for of in (statistics.median, min, max)])
     for step, text in ((0, "from #"), (120, "to #")):
-        [shown] = found(f"1/std.x. falls {'from [0-9.]+ ' if step else ''}{text}", page)
+        [shown] = numbers_in(f"1/std.x. falls {'from [0-9.]+ ' if step else ''}{text}", page)
         for name in three[1:]:
             assert_shown([shown], [statistics.median(samples[f"{name}, step {step}", "1/std(x)"])])
-    correlations = found(r"rank correlation is # \(DyT\) and # \(DyISRU\)", page)
+    correlations = numbers_in(r"rank correlation is # \(DyT\) and # \(DyISRU\)", page)
     assert_shown(correlations, [samples[f"{name}, step 600", "rank correlation"][0] for name in three[1:]])
-    for name, shown in zip(three[1:], found("of the pairs beyond 1 to # % and # %", page), strict=True):
+    for name, shown in zip(three[1:], numbers_in("of the pairs beyond 1 to # % and # %", page), strict=True):
         assert_shown([shown], [statistics.median(samples[f"{name}, step 600", "pairs with |αx| > 1"])])
-        assert_shown(found("from # % of the pairs", page), [samples[f"{name}, step 0", "pairs with |αx| > 1"][0]])
+        assert_shown(numbers_in("from # % of the pairs", page), [samples[f"{name}, step 0", "pairs with |αx| > 1"][0]])
 
 
 def test_the_readme_holds_the_two_commands_and_can_be_read_in_minutes():

@@ -3,10 +3,10 @@
 import numpy as np
 
 from normscope.tools.probe.timeline import (
-    OF_CURVES,
-    OF_NORMS,
-    OF_POINTWISE,
-    OF_SITES,
+    CURVE_METRICS,
+    NORM_METRICS,
+    POINTWISE_METRICS,
+    SITE_METRICS,
     StepRecord,
     Timeline,
     TimelineHeader,
@@ -18,14 +18,18 @@ def run_of(steps=(0, 50, 100, 400), norms=6, functions=0, curves=("tanh", "isru"
     """Header and records of norms, then point-wise functions; no two numbers of a metric are equal, and all are > 0."""
     sites = [TimelineSite(f"blocks.{n}.norm", "LayerNorm", "pre-norm", 8) for n in range(norms)]
     sites += [TimelineSite(f"blocks.{n}.norm", "DyT", "pre-norm", 8, "tanh") for n in range(norms, norms + functions)]
-    names = [f"{name}/{curve}" for curve in curves for name in OF_CURVES] + [*OF_SITES, *OF_NORMS, *OF_POINTWISE]
+    names = [f"{name}/{curve}" for curve in curves for name in CURVE_METRICS] + [
+        *SITE_METRICS,
+        *NORM_METRICS,
+        *POINTWISE_METRICS,
+    ]
     draw, records = np.random.default_rng(0), []
     for step in steps:
         numbers = {name: draw.uniform(0.1, 0.9, len(sites)).tolist() for name in names}
         numbers |= {"low": [-5.0] * len(sites), "high": [7.0] * len(sites)}
-        for name in (*OF_NORMS, *OF_POINTWISE):
+        for name in (*NORM_METRICS, *POINTWISE_METRICS):
             numbers[name] = [
-                v if bool(site.curve) == (name in OF_POINTWISE) else None
+                v if bool(site.curve) == (name in POINTWISE_METRICS) else None
                 for v, site in zip(numbers[name], sites, strict=True)
             ]
         records.append(

@@ -56,5 +56,5 @@ def published_name(func: str) -> str:
     >>> published_name("dyt"), published_name("tanh"), published_name("dyt, after heal")
     ('DyT', 'tanh', 'DyT, after heal')
     """
-    name, comma, rest = func.partition(",")
-    return _PUBLISHED.get(name.lower(), name) + comma + rest
+    name, comma, remark = func.partition(",")
+    return _PUBLISHED.get(name.lower(), name) + comma + remark

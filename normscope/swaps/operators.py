@@ -59,11 +59,11 @@ def pointwise_backward(
     else:
         channel_axes(x, parameters, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
-        dx, *others = eager.pointwise_backward(dy, x, f, derivative, parameters, behind)
+        dx, *sums = eager.pointwise_backward(dy, x, f, derivative, parameters, behind)
         # An operator must not return its inputs, and for one row of float64 the gradient by the bias is dy itself.
         gradients = [
             torch.empty_like(x).copy_(cast(Tensor, dx)),
-            *(None if part is None else part.clone() for part in others),
+            *(None if gradient is None else gradient.clone() for gradient in sums),
         ]
     return [gradient for gradient in gradients if gradient is not None]
 

@@ -72,8 +72,8 @@ class PointwiseFunction(Pointwise):
         if isinstance(curve, str):
             curves = curves_named(curve)
             if len(curves) != 1:
-                one = f"a point-wise function has one of {', '.join(CURVES)}"
-                raise UsageError(f"{curve!r} names {len(curves)} curves; {one}.")
+                names = ", ".join(CURVES)
+                raise UsageError(f"{curve!r} names {len(curves)} curves; a point-wise function has one of {names}.")
             (curve,) = curves
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if shift is None and curve.shifted:
@@ -121,7 +121,7 @@ class PointwiseFunction(Pointwise):
             output = eager.pointwise(x, self.f, parameters, behind)
         return self.activate(output.to(dtype))
 
-    def give_each_channel_its_own(self) -> None:
+    def expand_to_channels(self) -> None:
         """Expand the weight and bias to one per channel; outputs stay the same."""
         shape = self.normalized_shape
         if self.weight.shape != shape:
@@ -130,12 +130,12 @@ class PointwiseFunction(Pointwise):
             self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
     def _gathered(self, parameters: Parameters) -> Any:
-        if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parameters):
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters):
             raise UsageError(
                 "A point-wise function that was swapped into a sharded network has no gradients: run it under "
                 "torch.no_grad(), or swap the norms before the network is sharded, to train them."
             )
-        return tuple(None if part is None else whole(part) for part in parameters)
+        return tuple(None if p is None else whole(p) for p in parameters)
 
 
 def check_kernels(modules: Iterable[nn.Module]) -> None:

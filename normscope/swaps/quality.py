@@ -53,7 +53,7 @@ class Passes:
     def answers(self, batches: Iterable[Any] | None = None, of: int | None = None) -> Iterator[tuple[Batch, Tensor]]:
         """Yield batches, or pieces that fit into memory, and their outputs; ``of`` is the number of samples."""
         batches = self.batches if batches is None else batches
-        of, done, halving = of or getattr(batches, "n_samples", None), 0, Halving("judged")
+        of, n_run, halving = of or getattr(batches, "n_samples", None), 0, Halving("judged")
         for batch in as_batches(batches):
             for piece, _ in halving.pieces(batch, None):
                 try:
@@ -64,8 +64,8 @@ class Passes:
                     halving.halve(piece)
                 else:
                     yield piece, output
-                    done += len(piece.samples)
-                    self.progress(done, of)
+                    n_run += len(piece.samples)
+                    self.progress(n_run, of)
 
 
 def _top1(passes: Passes, task: Task) -> Measured:
@@ -180,15 +180,15 @@ def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Ba
         ids, _ = _tokens(batch)
         at_once = max(len(batch.samples), getattr(batches, "batch_size", 1))
         for row, words in enumerate(_words_of(batch, task)):
-            places = words.nonzero().flatten().tolist()
-            masked = [place for order, place in enumerate(places, start=number) if order in chosen]
-            number += len(places)
+            positions = words.nonzero().flatten().tolist()
+            masked = [position for order, position in enumerate(positions, start=number) if order in chosen]
+            number += len(positions)
             for first in range(0, len(masked), at_once):
                 piece = masked[first : first + at_once]
                 copies, rows = batch.take([row] * len(piece)), torch.arange(len(piece))
                 hidden = copies.kwargs["input_ids"].clone()
                 hidden[rows, piece] = task.mask_id
-                samples = tuple(replace(batch.samples[row], index=place, label=int(ids[row, place])) for place in piece)
+                samples = tuple(replace(batch.samples[row], index=at, label=int(ids[row, at])) for at in piece)
                 yield replace(copies, kwargs={**copies.kwargs, "input_ids": hidden}, samples=samples)
 
 

@@ -163,15 +163,15 @@ def replacements(
     check_whole(inner, "A swap", but=_SWAPPED)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)
-    made = {}
+    modules = {}
     for start in starts(curve, only(fits, chosen), init):
         norm = norms[start.norm.name]
         if start.curve is None:
             check_whole(norm, f"A swap for {start.func}", but=("spread",))
         with gathered_norm(inner, start.norm.name) as device:
             module = replacement(norm, start, where if device is None else torch.empty_like(where, device=device))
-        made[start.norm.name] = shard_like(module, norm)
-    return made
+        modules[start.norm.name] = shard_like(module, norm)
+    return modules
 
 
 def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
@@ -186,9 +186,9 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     if isinstance(kind, str):
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
     own_gain, own_shift = gain_and_shift(norm)
-    sized = [part for part in (own_gain, own_shift, getattr(norm, "running_mean", None)) if part is not None]
+    sized = [tensor for tensor in (own_gain, own_shift, getattr(norm, "running_mean", None)) if tensor is not None]
     shape = getattr(norm, "normalized_shape", ())
-    widths = {part.numel() for part in sized} | {math.prod(shape if isinstance(shape, Iterable) else [shape])}
+    widths = {tensor.numel() for tensor in sized} | {math.prod(shape if isinstance(shape, Iterable) else [shape])}
     if widths - {1, site.channels}:
         raise ModelError(
             f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, but {site.channels} in the "
@@ -221,10 +221,10 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():
         for name, values in (("weight", weight), ("bias", offset)):
-            part = getattr(module, name)
-            if part is not None:
-                part.copy_((values if part.numel() > 1 else values[:1]).reshape(part.shape))
-    if not all(bool(part.isfinite().all()) for part in module.parameters()):
+            parameter = getattr(module, name)
+            if parameter is not None:
+                parameter.copy_((values if parameter.numel() > 1 else values[:1]).reshape(parameter.shape))
+    if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
         largest = f"weight {weight.abs().max():.3g}, α {start.alpha.abs().max():.3g}"
         raise ModelError(f"The start values of {site.name} ({largest}) do not fit into {like.dtype}.")
     if isinstance(module, PointwiseFunction) and kind.activation is not None:
@@ -280,7 +280,7 @@ def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> li
         movable = HOOKS if _has_tensor_hooks(norm) else (*PRE_HOOKS, *HOOKS)
         if not any(getattr(norm, name) for name in movable):
             continue
-        uses = sum(other is module for *_, other in replaced)
+        uses = sum(used is module for *_, used in replaced)
         if uses > 1:
             raise ModelError(
                 f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run "

@@ -51,11 +51,11 @@ class Quantiles:
 def _quantile(ordered: Sequence[float], share: float) -> float:
     if not ordered:
         return math.nan
-    place = (len(ordered) - 1) * share
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]  # between which numpy has NaN where one is ∞
+    position = (len(ordered) - 1) * share
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]  # numpy has NaN between them if one is ∞
     if math.isinf(low) or math.isinf(high):
         return low if low == high or math.isinf(low) else high
-    return low + (high - low) * (place - math.floor(place))
+    return low + (high - low) * (position - math.floor(position))
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,13 @@ class Table(nn.Module):
             self.register_buffer(name, values.float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
-        for name, part in self.named_buffers():
-            setattr(self, name, part.to(fn(part).device))
+        for name, buffer in self.named_buffers():
+            setattr(self, name, buffer.to(fn(buffer).device))
         return self
 
     def forward(self, u: Tensor) -> Tensor:
         """Evaluate at u, of any shape, float32 or float64."""
-        at, mean, slopes = (part.to(u) for part in (self.at, self.mean, self.slopes))
+        at, mean, slopes = (values.to(u) for values in (self.at, self.mean, self.slopes))
         piece = torch.searchsorted(at, u.detach().contiguous())
         left = (piece - 1).clamp_min(0)
         return mean[left] + slopes[piece] * (u - at[left])
@@ -156,8 +156,8 @@ def pointwise(
     """Return weight · f(αx + s) + bias in x's dtype; ``behind`` axes of x follow those of the channels."""
 
     def along(parameter: Tensor) -> Tensor:
-        one = parameter.numel() == 1
-        return (parameter if one else parameter.view(*parameter.shape, *[1] * behind)).to(x.dtype)
+        single = parameter.numel() == 1
+        return (parameter if single else parameter.view(*parameter.shape, *[1] * behind)).to(x.dtype)
 
     u = along(alpha) * x
     if shift is not None:
@@ -190,14 +190,14 @@ class InPlaceOfNorm(nn.Module):
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
 
-    def forward(self, input: Tensor | None = None, *others: Any, **named: Any) -> Tensor:
+    def forward(self, input: Tensor | None = None, *ignored: Any, **named: Any) -> Tensor:
         """Apply the function to the only tensor; other arguments, such as ``residual=None``, change nothing."""
-        if input is None or others or named:
-            places = {str(place): value for place, value in enumerate((input, *others))}
-            arguments = {name: value for name, value in (places | named).items() if name not in self.ignores}
+        if input is None or ignored or named:
+            positional = {str(number): value for number, value in enumerate((input, *ignored))}
+            arguments = {name: value for name, value in (positional | named).items() if name not in self.ignores}
             input = self.normalized(*arguments.values())
         if input.is_nested:  # nn.TransformerEncoder makes it of a padded batch
-            return torch.nested.as_nested_tensor([self(part) for part in input.unbind()])
+            return torch.nested.as_nested_tensor([self(sample) for sample in input.unbind()])
         if self.overwrites and str(input.dtype)[6:] in self.overwrites:
             return input.copy_(self.applied(input.clone()))  # whose values its gradient needs
         return self.applied(input)
@@ -346,10 +346,12 @@ def record() -> dict[str, Any]:
 
 def modules() -> dict[str, nn.Module]:
     """Return new modules that replace norms, by the norms' paths; their weights are not loaded yet."""
-    made: dict[str, nn.Module] = {site["name"]: _module(site) for site in record()["sites"]}
+    replacements: dict[str, nn.Module] = {site["name"]: _module(site) for site in record()["sites"]}
     for site in record()["sites"]:
-        vars(made[site["name"]]).update({"keeps": "none"} | {name: site[name] for name in BEHAVIOUR if name in site})
-    return made
+        vars(replacements[site["name"]]).update(
+            {"keeps": "none"} | {name: site[name] for name in BEHAVIOUR if name in site}
+        )
+    return replacements
 
 
 def _module(site: dict[str, Any]) -> InPlaceOfNorm:

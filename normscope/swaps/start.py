@@ -81,7 +81,7 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     if not chosen:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
     sites = dict.fromkeys(fit.site for fit in chosen)
-    return [_of_fits([fit for fit in chosen if fit.site == site], function) for site in sites]
+    return [_fitted_start([fit for fit in chosen if fit.site == site], function) for site in sites]
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
@@ -195,7 +195,7 @@ def _norm_of(fit: CurveFit | NormSite) -> NormSite:
     return fit.norm
 
 
-def _of_fits(fits: Sequence[CurveFit], requested: Curve | None) -> Start:
+def _fitted_start(fits: Sequence[CurveFit], requested: Curve | None) -> Start:
     first, norm = fits[0], _norm_of(fits[0])
     if first.channel is None:
         if len(fits) > 1:

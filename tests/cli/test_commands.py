@@ -122,7 +122,7 @@ def test_timesteps_are_captured_separately(folder):
     assert document(f"{capture} --by timestep -o dit.safetensors", cwd=folder)["parts"] == names
     fits = document("fit dit.safetensors --by timestep", cwd=folder)["fits"]
     parts = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in names]
-    assert [found["alpha"] for found in fits] == [fit.alpha for part in parts for fit in normscope.fit(part)]
+    assert [row["alpha"] for row in fits] == [fit.alpha for part in parts for fit in normscope.fit(part)]
     assert fits[0]["data"].endswith("timesteps 980, 20 · timestep 980")
     drawn = invoke("plot dit.safetensors --by timestep --color token -o dit", cwd=folder)
     files = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]

@@ -25,7 +25,7 @@ def by_scipy():
 
     def search(f, x, y, weight=None, shifted=False):
         sigma = None if weight is None else 1 / np.sqrt(weight)
-        found = []
+        minima = []
         for steepness, centre in itertools.product((0.03, 0.3, 3.0), (0.1, 0.5, 0.9) if shifted else (None,)):
             alpha = steepness / np.median(np.abs(x))
             start = [np.abs(y).max(), alpha, *([-alpha * np.quantile(x, centre)] if shifted else [])]
@@ -34,8 +34,8 @@ def by_scipy():
                     lambda x, scale, a, s=0.0: scale * f(a * x + s), x, y, start, sigma, xtol=1e-13, ftol=1e-13
                 )
                 off = y - fitted[0] * f(fitted[1] * x + (fitted[2] if shifted else 0.0))
-                found.append((float(np.sum(off**2 if weight is None else weight * off**2)), *fitted))
-        _, amplitude, alpha, *shift = min(found)
+                minima.append((float(np.sum(off**2 if weight is None else weight * off**2)), *fitted))
+        _, amplitude, alpha, *shift = min(minima)
         sign = np.sign(alpha)  # every f here is odd
         return np.array([sign * amplitude, sign * alpha, *(sign * s for s in shift)])
 

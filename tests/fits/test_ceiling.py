@@ -35,13 +35,13 @@ def problems_of(moments, counts=None):
 def chosen(moments, counts=None):
     """The ceiling of E[y|x] alone, without any curve."""
     problems = problems_of(moments, counts)
-    [found] = best_held_out(problems, torch.zeros(0, 1, len(moments), dtype=torch.float64), [])
-    return found
+    [best] = best_held_out(problems, torch.zeros(0, 1, len(moments), dtype=torch.float64), [])
+    return best
 
 
 def ceiling(moments, counts=None):
-    found = chosen(moments, counts)
-    return None if found is None else found.r2
+    best = chosen(moments, counts)
+    return None if best is None else best.r2
 
 
 def groups_of(bins, least_count):
@@ -145,16 +145,16 @@ def test_the_ceiling_is_that_of_plain_loops(kind, folds, pairs, noise, seed):
     if len(np.unique(fold)) < 2:
         assert ceiling(moments) is None
         return
-    found = ceiling(moments)
-    if found is None:
+    top = ceiling(moments)
+    if top is None:
         assert kind == "beyond the grid"  # where bins have no width
         return
     # Where y hardly varies about its mean, the share of variance has the rounding of Σy².
     rounding = 1e-12 * float(moments[:, 5].sum()) / (y.var() * y.size)
-    assert found == pytest.approx(plain_ceiling(moments), rel=1e-12, abs=rounding)
+    assert top == pytest.approx(plain_ceiling(moments), rel=1e-12, abs=rounding)
     # The same sums may lie in memory in any order.
-    assert ceiling(moments.mT.contiguous().mT) == found
-    assert ceiling(moments.transpose(0, 1).contiguous().transpose(0, 1)) == found
+    assert ceiling(moments.mT.contiguous().mT) == top
+    assert ceiling(moments.transpose(0, 1).contiguous().transpose(0, 1)) == top
 
 
 def test_there_is_no_ceiling_without_two_folds_or_without_variance():
@@ -312,10 +312,10 @@ def test_only_a_better_curve_raises_the_ceiling(embedded):
     for asked in ("isru", "free", "best"):
         fits = normscope.fit(seen, asked)
         for site in (site.name for site in seen.sites):
-            of_site, least = [found for found in fits if found.site == site], alone[site, "linear"].r2_ceiling
-            best = max(found.r2_cv for found in of_site)
-            [top] = {found.r2_ceiling for found in of_site}
-            assert top >= best and all(found.of_ceiling <= 1 for found in of_site)
+            of_site, least = [fit for fit in fits if fit.site == site], alone[site, "linear"].r2_ceiling
+            best = max(fit.r2_cv for fit in of_site)
+            [top] = {fit.r2_ceiling for fit in of_site}
+            assert top >= best and all(fit.of_ceiling <= 1 for fit in of_site)
             assert top == least or (asked == "best" and top > least) or top == best > least
             low, high = of_site[0].intervals["r2_ceiling"]
             assert low < top < high

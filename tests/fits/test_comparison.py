@@ -120,11 +120,11 @@ def test_of_the_same_inputs_each_fold_is_left_out_of_both():
     without = np.array([log_ratio(fold != f) for f in range(8)])
     # Of folds of one size, the jackknife's textbook form.
     errors = np.sqrt(7 / 8 * ((without - without.mean(0)) ** 2).sum(0))
-    for found, centre, error in zip((row.alpha, row.slope), whole, errors, strict=True):
+    for ratio, centre, error in zip((row.alpha, row.slope), whole, errors, strict=True):
         width = stats.t.ppf(0.975, 7) * error
-        assert found.paired
+        assert ratio.paired
         # 1e-3 of the width: both are searched to 1e-7 in log α, of intervals that are about 1e-2 wide.
-        assert np.log(found.interval) == pytest.approx((centre - width, centre + width), abs=1e-3 * width)
+        assert np.log(ratio.interval) == pytest.approx((centre - width, centre + width), abs=1e-3 * width)
 
 
 OTHER_INPUTS = {
@@ -172,12 +172,12 @@ def test_without_folds_a_ratio_has_no_interval():
 
 def test_rows_go_site_by_site_and_sites_without_a_counterpart_are_listed():
     seen = [captured(noise(0), "a", "b"), captured(noise(1), "a", "b", "c", data="others"), captured(noise(0), "a")]
-    found = compared(seen, [normscope.fit(one, "tanh,isru") for one in seen])
-    assert found.unmatched() == [
+    comparison = compared(seen, [normscope.fit(one, "tanh,isru") for one in seen])
+    assert comparison.unmatched() == [
         {"capture": 2, "site": "c", "lacking_in": 1},
         {"capture": 1, "site": "b", "lacking_in": 3},
     ]
-    rows = [row.as_dict() for row in found.rows]
+    rows = [row.as_dict() for row in comparison.rows]
     places = [(row["counterpart"], row["curve"], row["capture"]) for row in rows]
     numbers = {"a": (1, 2, 3), "b": (1, 2)}
     assert places == [(site, curve, n) for site in "ab" for curve in ("tanh", "isru") for n in numbers[site]]
@@ -238,8 +238,8 @@ def sites(*names, placement="pre-norm"):
 def test_sites_are_matched_by_name_in_networks_built_alike_and_otherwise_by_depth(
     first, second, by, counterparts, unmatched
 ):
-    found = match(first, second)
-    assert (found.by, found.counterparts, found.unmatched) == (by, counterparts, unmatched)
+    matched = match(first, second)
+    assert (matched.by, matched.counterparts, matched.unmatched) == (by, counterparts, unmatched)
 
 
 @given(st.integers(1, 60), st.integers(1, 60))

@@ -66,61 +66,61 @@ def weight_by_x(x):
 def test_fits_agree_with_scipy_on_all_raw_pairs(observed, by_scipy, options):
     seen, raw, gamma = observed
     options = {"shift": False} | options
-    for found in normscope.fit(seen, **options):
-        x, y = (np.concatenate([raw[site][of].ravel() for site in found.sites or (found.site,)]) for of in (0, 1))
-        weight = weight_by_x(x) if found.weights_by == "x" else np.ones_like(x)
-        if found.weights_by == "gamma" and found.site == "ln":  # the other norm's γ is one everywhere
+    for fit in normscope.fit(seen, **options):
+        x, y = (np.concatenate([raw[site][of].ravel() for site in fit.sites or (fit.site,)]) for of in (0, 1))
+        weight = weight_by_x(x) if fit.weights_by == "x" else np.ones_like(x)
+        if fit.weights_by == "gamma" and fit.site == "ln":  # the other norm's γ is one everywhere
             weight = np.broadcast_to(gamma**2, raw["ln"][0].shape).ravel()
-        used, f = weight > 0, NUMPY[found.curve]
+        used, f = weight > 0, NUMPY[fit.curve]
         truth = by_scipy(f, x[used], y[used], None if (weight == 1).all() else weight[used], options["shift"])
-        ours = (found.amplitude, found.alpha, found.shift)
-        rel = 1e-4 if found.weights_by == "x" else 3e-5
-        assert ours == pytest.approx((*truth, 0.0)[:3], rel=rel, abs=rel) and pytest.approx(found.alpha**-2) == found.C
-        off = y - found.amplitude * f(found.alpha * x + found.shift)
+        ours = (fit.amplitude, fit.alpha, fit.shift)
+        rel = 1e-4 if fit.weights_by == "x" else 3e-5
+        assert ours == pytest.approx((*truth, 0.0)[:3], rel=rel, abs=rel) and pytest.approx(fit.alpha**-2) == fit.C
+        off = y - fit.amplitude * f(fit.alpha * x + fit.shift)
         error = np.average(off**2, weights=weight)
-        assert found.rmse == pytest.approx(np.sqrt(error), rel=2e-5)
+        assert fit.rmse == pytest.approx(np.sqrt(error), rel=2e-5)
         variance = np.average((y - np.average(y, weights=weight)) ** 2, weights=weight)
-        assert found.r2 == pytest.approx(1 - error / variance, abs=1e-5)
-        assert found.n_pairs == x.size and found.converged and not found.straight
-        assert found.weights_by == options.get("weights_by", "pairs")
-        low, high = found.intervals["alpha"]
-        assert low < found.alpha < high
+        assert fit.r2 == pytest.approx(1 - error / variance, abs=1e-5)
+        assert fit.n_pairs == x.size and fit.converged and not fit.straight
+        assert fit.weights_by == options.get("weights_by", "pairs")
+        low, high = fit.intervals["alpha"]
+        assert low < fit.alpha < high
 
 
 def test_every_number_is_that_of_the_raw_pairs(observed):
     seen, raw, _ = observed
-    for found in normscope.fit(seen, "tanh,isru,derf,expsign"):
-        x, y = (values.ravel() for values in raw[found.site])
-        f, slope = CURVES[found.curve].function, CURVES[found.curve].derivative
-        u = torch.from_numpy(found.alpha * x + found.shift)
-        off = y - found.amplitude * f(u).numpy()
+    for fit in normscope.fit(seen, "tanh,isru,derf,expsign"):
+        x, y = (values.ravel() for values in raw[fit.site])
+        f, slope = CURVES[fit.curve].function, CURVES[fit.curve].derivative
+        u = torch.from_numpy(fit.alpha * x + fit.shift)
+        off = y - fit.amplitude * f(u).numpy()
         far = np.abs(x) > np.quantile(np.abs(x), 0.99)
         # Of the bin that holds the percentile, a 1/16 octave, some pairs count on the other side.
-        assert found.tail_rmse == pytest.approx(np.sqrt(np.mean(off[far] ** 2)), rel=0.03)
-        assert found.centre_rmse == pytest.approx(np.sqrt(np.mean(off[~far] ** 2)), rel=1e-2)
-        flat = np.abs(slope(u).numpy()) < 0.05 * np.abs(CURVES[found.curve].peak)
-        assert found.saturated == pytest.approx(flat.mean(), abs=2e-3)
-        assert found.reach == pytest.approx(found.alpha * np.abs(x).max(), rel=1e-12)
-        assert found.largest_error <= np.abs(off).max() * (1 + 1e-6)
-        near = np.abs(x / found.largest_error_at - 1) < 0.04  # at least one pair of that bin is off by as much
-        assert near.any() and np.abs(off[near]).max() >= found.largest_error * (1 - 1e-3)
-        at_origin = found.amplitude * found.alpha * float(slope(torch.tensor(found.shift, dtype=torch.float64)))
-        assert found.slope == pytest.approx(at_origin, rel=1e-12)
+        assert fit.tail_rmse == pytest.approx(np.sqrt(np.mean(off[far] ** 2)), rel=0.03)
+        assert fit.centre_rmse == pytest.approx(np.sqrt(np.mean(off[~far] ** 2)), rel=1e-2)
+        flat = np.abs(slope(u).numpy()) < 0.05 * np.abs(CURVES[fit.curve].peak)
+        assert fit.saturated == pytest.approx(flat.mean(), abs=2e-3)
+        assert fit.reach == pytest.approx(fit.alpha * np.abs(x).max(), rel=1e-12)
+        assert fit.largest_error <= np.abs(off).max() * (1 + 1e-6)
+        near = np.abs(x / fit.largest_error_at - 1) < 0.04  # at least one pair of that bin is off by as much
+        assert near.any() and np.abs(off[near]).max() >= fit.largest_error * (1 - 1e-3)
+        at_origin = fit.amplitude * fit.alpha * float(slope(torch.tensor(fit.shift, dtype=torch.float64)))
+        assert fit.slope == pytest.approx(at_origin, rel=1e-12)
 
 
 def test_channels_are_fitted_separately(observed, by_scipy):
     seen, raw, _ = observed
     fits = normscope.fit(seen, per="channel", shift=False)
     assert len(fits) == 2 * 32 * 2
-    assert [found.channel for found in fits[::2]] == 2 * list(range(32))
-    for found in [one for one in fits if one.channel in (0, 7, 9, 20)]:
-        x, y = (values[..., found.channel].ravel() for values in raw[found.site])
-        amplitude, alpha = by_scipy(NUMPY[found.curve], x, y)
-        off = y - amplitude * NUMPY[found.curve](alpha * x)
+    assert [fit.channel for fit in fits[::2]] == 2 * list(range(32))
+    for fit in [one for one in fits if one.channel in (0, 7, 9, 20)]:
+        x, y = (values[..., fit.channel].ravel() for values in raw[fit.site])
+        amplitude, alpha = by_scipy(NUMPY[fit.curve], x, y)
+        off = y - amplitude * NUMPY[fit.curve](alpha * x)
         # Four bins an octave; of channels that bend as these do. Of others see test_stated_accuracy.
-        assert found.rmse == pytest.approx(np.sqrt(np.mean(off**2)), rel=2e-4)
-        assert found.alpha == pytest.approx(alpha, rel=3e-3)
-        assert found.r2_ceiling is None and found.intervals == {} and found.in_noise is None
+        assert fit.rmse == pytest.approx(np.sqrt(np.mean(off**2)), rel=2e-4)
+        assert fit.alpha == pytest.approx(alpha, rel=3e-3)
+        assert fit.r2_ceiling is None and fit.intervals == {} and fit.in_noise is None
 
 
 def test_pools_are_named_for_what_their_sites_share():
@@ -136,18 +136,18 @@ def test_pools_are_named_for_what_their_sites_share():
 def test_in_theory_tanh_and_isru_are_the_papers_solutions(observed):
     """√(d−1)·tanh(x√(d−1)/(dσ)) and √(d−1)·x/√(x² + d²σ²/(d−1)) for a LayerNorm, with σ its mean over tokens."""
     seen, raw, _ = observed
-    found = {(one.site, one.curve): one for one in normscope.fit(seen, theory=True)}
+    fit = {(one.site, one.curve): one for one in normscope.fit(seen, theory=True)}
     x, d = raw["ln"][0], 32
     sigma = np.sqrt(x.var(-1) + 1e-5).mean()
-    tanh, isru = found["ln", "tanh"], found["ln", "isru"]
+    tanh, isru = fit["ln", "tanh"], fit["ln", "isru"]
     # What eps adds to the mean comes from a histogram.
     assert tanh.amplitude == pytest.approx(math.sqrt(d - 1), rel=1e-12)
     assert tanh.alpha == pytest.approx(math.sqrt(d - 1) / (d * sigma), rel=1e-6)
     assert isru.amplitude == pytest.approx(math.sqrt(d - 1), rel=1e-12)
     assert pytest.approx(d**2 * sigma**2 / (d - 1), rel=1e-6) == isru.C
     rho = np.sqrt((1e-6 * raw["rms"][0] ** 2 / 1e-6).mean(-1) + 1e-6).mean()
-    assert found["rms", "tanh"].alpha == pytest.approx(1 / (rho * math.sqrt(d)), rel=1e-3)
-    assert pytest.approx(d * rho**2, rel=2e-3) == found["rms", "isru"].C
+    assert fit["rms", "tanh"].alpha == pytest.approx(1 / (rho * math.sqrt(d)), rel=1e-3)
+    assert pytest.approx(d * rho**2, rel=2e-3) == fit["rms", "isru"].C
     y = raw["ln"][1].ravel()
     off = y - tanh.amplitude * np.tanh(tanh.alpha * x.ravel())
     assert tanh.r2 == pytest.approx(1 - off @ off / ((y - y.mean()) @ (y - y.mean())), abs=1e-5)
@@ -163,10 +163,10 @@ def test_all_stands_for_the_curves_that_support_the_form(observed):
 
 
 def test_free_is_the_mean_of_y_at_x_and_no_curve_beats_it(observed, every_fit):
-    for found in every_fit:
-        free = every_fit[found.site, "free"]
-        assert found.r2 <= free.r2 + 1e-6
-        assert found.r2_cv <= free.r2_cv + 1e-3  # up to how well the ceiling is known
+    for fit in every_fit:
+        free = every_fit[fit.site, "free"]
+        assert fit.r2 <= free.r2 + 1e-6
+        assert fit.r2_cv <= free.r2_cv + 1e-3  # up to how well the ceiling is known
     for site, (x, y) in observed[1].items():
         free = every_fit[site, "free"]
         off = y.ravel() - free(torch.from_numpy(x.ravel())).numpy()
@@ -186,7 +186,7 @@ def test_best_is_the_curve_that_predicts_held_out_folds_best(observed, every_fit
 
 def test_held_out_error_is_that_of_folds_left_out(observed, solved, by_scipy):
     seen, raw, _ = observed
-    found = normscope.fit(seen, "isru", shift=False)["ln", "isru"]
+    fit = normscope.fit(seen, "isru", shift=False)["ln", "isru"]
     x, y = raw["ln"]
     # Each sample is a source of its own; each block of eight sources is dealt out in its own order.
     samples = [sample for batch in as_batches(heavy_tailed_batches()) for sample in batch.samples]
@@ -198,8 +198,8 @@ def test_held_out_error_is_that_of_folds_left_out(observed, solved, by_scipy):
         amplitude, alpha = by_scipy(NUMPY["isru"], x[~out], y[~out])
         error += np.sum((y[out] - amplitude * NUMPY["isru"](alpha * x[out])) ** 2)
     held_out = 1 - error / np.sum((y - y.mean()) ** 2)
-    assert found.r2_cv == pytest.approx(held_out, abs=1e-5)
-    assert found.of_ceiling * found.r2_ceiling == pytest.approx(held_out, abs=1e-5) != pytest.approx(found.r2, abs=1e-5)
+    assert fit.r2_cv == pytest.approx(held_out, abs=1e-5)
+    assert fit.of_ceiling * fit.r2_ceiling == pytest.approx(held_out, abs=1e-5) != pytest.approx(fit.r2, abs=1e-5)
 
 
 def test_own_curves_are_fitted_like_the_built_in_ones(observed):
@@ -246,12 +246,12 @@ RANDOM = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     ],
 )
 def test_degenerate_sites_have_a_reason_and_no_numbers(x, nothing, curve):
-    [found] = normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x]), curve)
-    shown = found.as_dict()
+    [fit] = normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x]), curve)
+    shown = fit.as_dict()
     numbers = ("amplitude", "alpha", "C", "slope", "r2", "rmse", "tail_rmse", "saturated", "reach", "r2_cv")
     assert all(shown[name] is None for name in numbers)
-    assert found.degenerate and not found.converged and found.nothing == nothing
-    assert torch.isnan(found(torch.ones(1))).all()
+    assert fit.degenerate and not fit.converged and fit.nothing == nothing
+    assert torch.isnan(fit(torch.ones(1))).all()
 
 
 def test_pairs_beyond_the_grid_have_no_weight_by_x():
@@ -266,8 +266,8 @@ def test_pairs_beyond_the_grid_have_no_weight_by_x():
 def test_norms_whose_output_nothing_bounds_have_no_amplitude_of_theory():
     norm = nn.Sequential(nn.BatchNorm1d(8))
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    [found] = normscope.fit(normscope.capture(norm, [x]), "tanh", amplitude="theory")
-    assert found.nothing == "no bound on y"
+    [fit] = normscope.fit(normscope.capture(norm, [x]), "tanh", amplitude="theory")
+    assert fit.nothing == "no bound on y"
 
 
 @pytest.mark.parametrize(
@@ -298,8 +298,8 @@ def test_contradictions_and_missing_sums_are_refused(options, words):
 
 
 def test_json_has_the_numbers_of_the_fit(observed):
-    found = next(one for one in normscope.fit(observed[0], "isru"))
-    shown = found.as_dict()
+    fit = next(one for one in normscope.fit(observed[0], "isru"))
+    shown = fit.as_dict()
     first = "model weights data site curve amplitude alpha shift C slope r2 r2_cv r2_ceiling of_ceiling rmse n_pairs"
     assert list(shown)[:16] == first.split()
     assert shown["C"] == pytest.approx(1 / shown["alpha"] ** 2)
@@ -308,20 +308,20 @@ def test_json_has_the_numbers_of_the_fit(observed):
         assert low < shown[name] < high
     x = torch.tensor([-3.0, 0.0, 0.5])
     u = shown["alpha"] * x.double().numpy() + shown["shift"]
-    assert found(x).numpy() == pytest.approx(shown["amplitude"] * NUMPY["isru"](u), rel=1e-12)
+    assert fit(x).numpy() == pytest.approx(shown["amplitude"] * NUMPY["isru"](u), rel=1e-12)
     step = 1e-6
-    slope = (found(x + step) - found(x - step)) / ((x + step).double() - (x - step).double())
-    torch.testing.assert_close(found.derivative(x), slope, rtol=1e-5, atol=0)
+    slope = (fit(x + step) - fit(x - step)) / ((x + step).double() - (x - step).double())
+    torch.testing.assert_close(fit.derivative(x), slope, rtol=1e-5, atol=0)
     assert shown["slope"] == pytest.approx(float(slope[1]), rel=1e-5)
 
 
 def test_fits_can_be_pickled_and_be_members_of_a_set(observed):
     fits = normscope.fit(observed[0], "tanh,derf,free")
     assert len({*fits, *fits}) == len(fits)
-    for found in fits:
-        copy = pickle.loads(pickle.dumps(found))  # noqa: S301 - our own
-        assert copy.as_dict() == found.as_dict()
-        assert torch.equal(copy(torch.linspace(-9, 9, 7)), found(torch.linspace(-9, 9, 7)))
+    for fit in fits:
+        copy = pickle.loads(pickle.dumps(fit))  # noqa: S301 - our own
+        assert copy.as_dict() == fit.as_dict()
+        assert torch.equal(copy(torch.linspace(-9, 9, 7)), fit(torch.linspace(-9, 9, 7)))
 
 
 def test_curves_are_ranked_among_those_with_as_many_parameters_and_equal_ones_share_a_rank(every_fit):
@@ -347,9 +347,9 @@ def test_curves_are_ranked_among_those_with_as_many_parameters_and_equal_ones_sh
     ],
 )
 def test_erf_with_a_shift_is_derf(observed, curves, options, called):
-    [found] = normscope.fit(observed[0].only(["ln"]), curves, **options)
-    assert found.curve == found.as_dict()["curve"] == called
-    assert (found.shift != 0) == (called == "derf")
+    [fit] = normscope.fit(observed[0].only(["ln"]), curves, **options)
+    assert fit.curve == fit.as_dict()["curve"] == called
+    assert (fit.shift != 0) == (called == "derf")
 
 
 def test_a_line_with_an_offset_is_straight_and_its_held_out_lines_have_offsets_too():
@@ -364,12 +364,12 @@ def test_a_line_with_an_offset_is_straight_and_its_held_out_lines_have_offsets_t
         others = folds != fold
         left += np.sum((y - np.polyval(np.polyfit(x[others], y[others], 1), x))[~others] ** 2)
     r2_cv = 1 - left / np.sum((y - y.mean()) ** 2)
-    for found in normscope.fit(seen, "tanh,isru,linear"):
+    for fit in normscope.fit(seen, "tanh,isru,linear"):
         slope, offset = np.polyfit(x, y, 1)
-        assert found.doubt == "straight"
-        assert found.slope == pytest.approx(slope, rel=1e-3)
-        assert float(found(torch.zeros(1))) == pytest.approx(offset, rel=1e-3)
-        assert found.r2_cv == pytest.approx(r2_cv, abs=1e-4)  # without offsets of their own it is 0.011 more
+        assert fit.doubt == "straight"
+        assert fit.slope == pytest.approx(slope, rel=1e-3)
+        assert float(fit(torch.zeros(1))) == pytest.approx(offset, rel=1e-3)
+        assert fit.r2_cv == pytest.approx(r2_cv, abs=1e-4)  # without offsets of their own it is 0.011 more
 
 
 @pytest.mark.parametrize(

@@ -39,18 +39,18 @@ def test_jacobians_are_those_of_automatic_differentiation(form, seed, d, scale, 
     rows = noise(3, d, seed, torch.float64) * 10**scale
     rows[0, 0] += massive
     rows[1] += massive
-    found = jacobians(form, rows, eps)
+    fit = jacobians(form, rows, eps)
     for token, row in enumerate(rows):
         truth = jacobian(lambda x: form(x[None], eps)[0][0], row)
-        size = 1 / float(found.scale[token])  # to which the rounding of what nearly cancels is relative
-        torch.testing.assert_close(found.diagonal[token], truth.diagonal(), rtol=1e-9, atol=1e-10 * size)
-        torch.testing.assert_close(found.rows[token], truth.square().sum(1), rtol=1e-8, atol=1e-9 * size**2)
+        size = 1 / float(fit.scale[token])  # to which the rounding of what nearly cancels is relative
+        torch.testing.assert_close(fit.diagonal[token], truth.diagonal(), rtol=1e-9, atol=1e-10 * size)
+        torch.testing.assert_close(fit.rows[token], truth.square().sum(1), rtol=1e-8, atol=1e-9 * size**2)
         assert size == pytest.approx(float(form(row[None], eps)[1]), rel=1e-12)
         for i in range(d):
             moved = row.clone()
             moved[i] = torch.cat([row[:i], row[i + 1 :]]).mean() if form.about_mean else 0.0
             without = 1 / float(form(moved[None], eps)[1])
-            assert float(found.others[token, i]) == pytest.approx(without, rel=1e-6, abs=1e-6 / size)
+            assert float(fit.others[token, i]) == pytest.approx(without, rel=1e-6, abs=1e-6 / size)
 
 
 def observed(module, x):
@@ -114,11 +114,11 @@ def test_constants_are_quantiles_over_the_raw_pairs(site):
     tail = np.abs(x) > np.quantile(np.abs(x), 0.99, method="inverted_cdf")
     values = {"scale": scale, "others": others, "C": x**2 * (D / y**2 - 1)}
     for part, inside in (("all", tail | ~tail), ("centre", ~tail), ("tail", tail)):
-        found = view.constants[part]
-        assert found.n_pairs == inside.sum() > 5
+        fit = view.constants[part]
+        assert fit.n_pairs == inside.sum() > 5
         for name, truth in values.items():
             quantiles = np.quantile(truth[inside], (0.16, 0.5, 0.84), method="inverted_cdf")
-            spread = getattr(found, name)
+            spread = getattr(fit, name)
             # y is float32 in the capture: C, a difference, loses what its terms are larger by.
             assert (spread.p16, spread.p50, spread.p84) == pytest.approx(tuple(quantiles), rel=3e-5)
             assert spread.ratio == pytest.approx(quantiles[2] / quantiles[0], rel=3e-5)
@@ -146,13 +146,13 @@ def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
         seen = normscope.capture(nn.Sequential(module), x.split(500), seed=seed, diagonal=True)
         fits = normscope.fit(seen, CURVES)
         views += gradient(seen, fits)
-        for found in fits:
-            slopes = found.derivative(x.double())
+        for fit in fits:
+            slopes = fit.derivative(x.double())
             truth = about_the_mean(diagonals, slopes)
             # A bin's pairs are two points of the same mean and variance of x: the error is of third order in its width,
             # a hundredth of x. A derivative that jumps is wrong in a part of the bin where it does.
-            tolerance = 1e-7 if found.function.smooth else 1e-4
-            assert views[-1].r2[found.curve] == pytest.approx(truth, abs=tolerance)
+            tolerance = 1e-7 if fit.function.smooth else 1e-4
+            assert views[-1].r2[fit.curve] == pytest.approx(truth, abs=tolerance)
     assert all(view.r2 == views[0].r2 and view.intervals == views[0].intervals for view in views)
     assert len({view.share for view in views}) == 2  # of the drawn tokens, which differ
 
@@ -170,16 +170,16 @@ def test_intervals_leave_one_fold_of_raw_tokens_out():
     samples = [sample for batch in batches for sample in batch.samples]
     diagonals, fold = torchs_own(nn.functional.layer_norm, x), torch.tensor(seen.stats["0"].sources.folds_of(samples))
     assert fold.view(200, 3).eq(fold[::3, None]).all() and fold.unique().tolist() == list(range(8))
-    for found in fits:
-        slopes = found.derivative(x.double())
+    for fit in fits:
+        slopes = fit.derivative(x.double())
         without = [about_the_mean(diagonals[fold != own], slopes[fold != own]) for own in range(8)]
         whole = about_the_mean(diagonals, slopes)
         logs = (1 - torch.tensor([without], dtype=torch.float64)).log()
         pairs = torch.bincount(fold).double()[None] * D
         low, high = interval(torch.tensor([1 - whole], dtype=torch.float64).log(), logs, pairs)
         bounds = (float(1 - high.exp()), float(1 - low.exp()))
-        assert view.intervals[found.curve] == pytest.approx(bounds, abs=1e-6)  # ten times what is off in each R²
-        assert bounds[0] < view.r2[found.curve] < bounds[1]
+        assert view.intervals[fit.curve] == pytest.approx(bounds, abs=1e-6)  # ten times what is off in each R²
+        assert bounds[0] < view.r2[fit.curve] < bounds[1]
     document = view.as_dict()
     assert document["intervals"]["r2_tanh"] == list(view.intervals["tanh"])
     assert document["folds"] == "source"
@@ -272,7 +272,7 @@ def test_a_degenerate_site_has_no_r2():
     seen, _ = observed(nn.LayerNorm(D), torch.zeros(9, D))
     fits = normscope.fit(seen)
     [view] = gradient(seen, fits)
-    assert all(found.degenerate for found in fits)
+    assert all(fit.degenerate for fit in fits)
     assert all(math.isnan(value) for value in view.r2.values())
     document = json.loads(json.dumps(view.as_dict(), allow_nan=False))
     assert document["r2"] == {"tanh": None, "isru": None}

@@ -31,8 +31,8 @@ def of_raw_pairs(curve, x, y, alpha, shift, shifted):
     begin = np.array([math.log(alpha), shift] if shifted else [math.log(alpha)])
     simplices = (np.vstack([begin, begin + side * np.eye(len(begin))]) for side in (0.02, -0.02, 0.1))
     options = {"xatol": 1e-6, "fatol": 1e-13}
-    found = [minimize(error, begin, method="Nelder-Mead", options=options | {"initial_simplex": s}) for s in simplices]
-    least = min(found, key=lambda result: result.fun).x
+    fit = [minimize(error, begin, method="Nelder-Mead", options=options | {"initial_simplex": s}) for s in simplices]
+    least = min(fit, key=lambda result: result.fun).x
     return least if shifted else np.array([*least, 0.0])
 
 
@@ -52,17 +52,17 @@ def test_alpha_and_its_interval_are_those_of_raw_pairs(solved, curve, shift):
     x = generator.standard_normal(folds.size) * np.exp(0.8 * generator.standard_normal(folds.size))
     x = x.astype(np.float32).astype(float)
     y = 2 * np.tanh((0.8 + 0.01 * folds) * x + shift) + 0.3 * generator.standard_normal(x.size)
-    found = solved(x, y, curve, form, folds=folds)
-    estimates = [of_raw_pairs(curve, x[of], y[of], found.alpha, found.shift, shift > 0) for of in [folds < 8]]
+    fit = solved(x, y, curve, form, folds=folds)
+    estimates = [of_raw_pairs(curve, x[of], y[of], fit.alpha, fit.shift, shift > 0) for of in [folds < 8]]
     estimates += [
-        of_raw_pairs(curve, x[of], y[of], refit[0], found.shift, shift > 0)
-        for of, refit in zip((folds != fold for fold in range(8)), found.refits, strict=True)
+        of_raw_pairs(curve, x[of], y[of], refit[0], fit.shift, shift > 0)
+        for of, refit in zip((folds != fold for fold in range(8)), fit.refits, strict=True)
     ]
     log_alpha, s = np.transpose(estimates)
-    assert math.log(found.alpha) == pytest.approx(log_alpha[0], abs=2e-3)
-    assert found.shift == pytest.approx(s[0], abs=3e-3)
+    assert math.log(fit.alpha) == pytest.approx(log_alpha[0], abs=2e-3)
+    assert fit.shift == pytest.approx(s[0], abs=3e-3)
     low, high = jackknifed(log_alpha[0], log_alpha[1:])
-    ours = np.log(found.intervals["alpha"])
+    ours = np.log(fit.intervals["alpha"])
     assert 0.8 < (ours[1] - ours[0]) / (high - low) < 1.25
 
 
@@ -73,9 +73,9 @@ def test_alpha_of_a_kink_does_not_depend_on_where_bins_begin(solved, scale):
     x = 1.5 * generator.standard_normal(8000)
     y = 3 * np.clip(0.7 * x + 0.4, -1, 1) + 0.2 * generator.standard_normal(x.size)
     log_alpha, s = of_raw_pairs(CURVES["hardtanh"], x, y, 0.7, 0.4, True)
-    found = solved(scale * x, y, "hardtanh", FitForm())
-    assert math.log(found.alpha * scale) == pytest.approx(log_alpha, abs=5e-4)
-    assert found.shift == pytest.approx(s, abs=5e-4)
+    fit = solved(scale * x, y, "hardtanh", FitForm())
+    assert math.log(fit.alpha * scale) == pytest.approx(log_alpha, abs=5e-4)
+    assert fit.shift == pytest.approx(s, abs=5e-4)
 
 
 @pytest.mark.parametrize("curve", SHIFTED, ids=lambda curve: curve.name)

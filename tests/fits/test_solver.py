@@ -48,12 +48,12 @@ def test_alpha_is_where_the_error_of_all_raw_pairs_is_stationary(solved, name, s
         f, g = NUMPY[name](u), u * SLOPE[name](u)
         return (y @ g) * (f @ f) - (y @ f) * (f @ g)
 
-    found = solved(x, y, name)
-    at = math.log(found.alpha)
+    fit = solved(x, y, name)
+    at = math.log(fit.alpha)
     alpha = math.exp(brentq(slope, at - 1e-3, at + 1e-3, xtol=1e-14))
-    assert found.alpha == pytest.approx(alpha, rel=1e-5)  # third order in bins of 1/16 octave
-    assert found.residual == pytest.approx(residual_of(CURVES[name], x, y, alpha), rel=1e-5)
-    assert found.converged and not found.straight
+    assert fit.alpha == pytest.approx(alpha, rel=1e-5)  # third order in bins of 1/16 octave
+    assert fit.residual == pytest.approx(residual_of(CURVES[name], x, y, alpha), rel=1e-5)
+    assert fit.converged and not fit.straight
 
 
 @pytest.mark.parametrize("curve", SMOOTH, ids=lambda curve: curve.name)
@@ -61,16 +61,16 @@ def test_alpha_is_where_the_error_of_all_raw_pairs_is_stationary(solved, name, s
 def test_every_smooth_curve_agrees_with_scipy_on_all_raw_pairs(solved, by_scipy, curve, shift):
     x, generator = heavy_tailed(6000, 1)
     y = 2 * curve.function(torch.from_numpy(0.8 * x + shift)).numpy() + 0.3 * generator.standard_normal(x.size)
-    found = solved(x, y, curve, FitForm(shift=shift != 0))
+    fit = solved(x, y, curve, FitForm(shift=shift != 0))
 
     def predicted(x, amplitude, alpha, s=0.0):
         return amplitude * curve.function(torch.from_numpy(alpha * x + s)).numpy()
 
     truth = by_scipy(lambda u: curve.function(torch.from_numpy(u)).numpy(), x, y, shifted=shift != 0)
-    ours = [found.amplitude, found.alpha, *([found.shift] if shift else [])]
+    ours = [fit.amplitude, fit.alpha, *([fit.shift] if shift else [])]
     assert ours == pytest.approx(truth, rel=1e-4, abs=1e-4)
-    assert found.residual == pytest.approx(float(np.sum((y - predicted(x, *truth)) ** 2)), rel=5e-5)
-    assert found.converged and not found.straight
+    assert fit.residual == pytest.approx(float(np.sum((y - predicted(x, *truth)) ** 2)), rel=5e-5)
+    assert fit.converged and not fit.straight
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e4])
@@ -80,19 +80,19 @@ def test_a_line_with_a_shift_is_the_regression_line_at_any_unit_of_x(solved, sca
     x = (scale * x).astype(np.float32).astype(float)
     y = 0.7 * x / scale + mean + 0.2 * generator.standard_normal(x.size)
     slope, offset = np.polyfit(x / scale, y, 1)
-    found = solved(x, y, "linear", FitForm(shift=True))
-    assert found.amplitude * found.alpha * scale == pytest.approx(slope, rel=1e-9)
-    assert found.amplitude * found.shift == pytest.approx(offset, rel=1e-9)
+    fit = solved(x, y, "linear", FitForm(shift=True))
+    assert fit.amplitude * fit.alpha * scale == pytest.approx(slope, rel=1e-9)
+    assert fit.amplitude * fit.shift == pytest.approx(offset, rel=1e-9)
 
 
 @pytest.mark.parametrize("curve", [c for c in SEARCHED if not c.smooth], ids=lambda curve: curve.name)
 def test_curves_with_kinks_leave_no_more_than_the_best_of_a_fine_search(solved, curve):
     x, generator = heavy_tailed(6000, 2)
     y = 2 * curve.function(torch.from_numpy(0.8 * x)).numpy() + 0.3 * generator.standard_normal(x.size)
-    found = solved(x, y, curve)
-    best = min(residual_of(curve, x, y, alpha) for alpha in np.geomspace(0.5 * found.alpha, 2 * found.alpha, 400))
-    assert residual_of(curve, x, y, found.alpha) <= best * (1 + 1e-4)
-    assert found.residual == pytest.approx(residual_of(curve, x, y, found.alpha), rel=1e-4)
+    fit = solved(x, y, curve)
+    best = min(residual_of(curve, x, y, alpha) for alpha in np.geomspace(0.5 * fit.alpha, 2 * fit.alpha, 400))
+    assert residual_of(curve, x, y, fit.alpha) <= best * (1 + 1e-4)
+    assert fit.residual == pytest.approx(residual_of(curve, x, y, fit.alpha), rel=1e-4)
 
 
 def test_a_kink_among_the_outermost_pairs_is_found(solved):
@@ -100,20 +100,20 @@ def test_a_kink_among_the_outermost_pairs_is_found(solved):
     generator = np.random.default_rng(0)
     x = generator.uniform(-1, 1, 3000).astype(np.float32).astype(float)
     y = np.clip(1.1 * x, -1, 1) + 0.01 * generator.standard_normal(x.size)
-    found = solved(x, y, "hardtanh")
-    assert not found.straight
-    assert found.alpha == pytest.approx(1.1, rel=5e-3)
+    fit = solved(x, y, "hardtanh")
+    assert not fit.straight
+    assert fit.alpha == pytest.approx(1.1, rel=5e-3)
 
 
 def lowest(name, x, y, between):
     """Least error of all raw pairs for α between two bounds, and where it is."""
-    found = minimize_scalar(
+    fit = minimize_scalar(
         lambda at: residual_of(CURVES[name], x, y, math.exp(at)),
         bounds=np.log(between),
         method="bounded",
         options={"xatol": 1e-7},
     )
-    return float(found.fun), math.exp(found.x)
+    return float(fit.fun), math.exp(fit.x)
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
@@ -133,9 +133,9 @@ def test_the_lower_of_two_minima_is_found(solved, name, beside):
 
     y = y_of(brentq(lead_of_far, 1.05, 5, xtol=1e-6) * (1 + beside))
     (near_error, near_alpha), (far_error, far_alpha) = (lowest(name, x, y, span) for span in ((10, 3e3), (1e-3, 1)))
-    found = solved(x, y, name)
+    fit = solved(x, y, name)
     assert (near_error < far_error) == (beside < 0)
-    assert found.alpha == pytest.approx(near_alpha if beside < 0 else far_alpha, rel=1e-4)
+    assert fit.alpha == pytest.approx(near_alpha if beside < 0 else far_alpha, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["hardtanh", "logsign_clip"])
@@ -179,9 +179,9 @@ def test_without_a_fold_a_shifted_curve_is_fitted_anew(solved, by_scipy, name):
         held = folds == fold
         amplitude, alpha, s = by_scipy(f, x[~held], y[~held], shifted=True)
         left += np.sum((y[held] - amplitude * f(alpha * x[held] + s)) ** 2)
-    found = solved(x, y, name, FitForm(), folds=folds)
+    fit = solved(x, y, name, FitForm(), folds=folds)
     # With kinks several minima are equally deep to a millionth, and predict the fold left out differently.
-    assert found.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=1e-5 if name == "tanh" else 3e-4)
+    assert fit.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=1e-5 if name == "tanh" else 3e-4)
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
@@ -189,21 +189,21 @@ def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_d
     generator = np.random.default_rng(2)
     x = generator.uniform(4, 5, 6000)
     y = np.tanh(0.3 * x) + 0.01 * generator.standard_normal(x.size)
-    found = solved(x, y, name)
+    fit = solved(x, y, name)
     error, alpha = min(lowest(name, x, y, (bound, 2 * bound)) for bound in np.geomspace(0.01, 5, 10))
-    assert found.alpha == pytest.approx(alpha, rel=3e-3)
-    assert found.residual <= error * (1 + 1e-5)
+    assert fit.alpha == pytest.approx(alpha, rel=3e-3)
+    assert fit.residual <= error * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("offset", [0.0, 3.0, -200.0])
 def test_a_shift_finds_a_bend_away_from_the_origin(solved, offset):
     x, generator = heavy_tailed(8000, 5)
     y = 3 * np.tanh(0.9 * x) + 0.2 * generator.standard_normal(x.size)
-    found = solved(x + offset, y, "tanh", FitForm())
+    fit = solved(x + offset, y, "tanh", FitForm())
     # x near 200 is known to 1/64 octave at best, which is wider than the bend: its own regression line is what is left.
     rel = 0.01 if abs(offset) < 10 else 0.5
-    assert found.alpha == pytest.approx(0.9, rel=rel)
-    assert -found.shift / found.alpha == pytest.approx(offset, abs=0.05 if abs(offset) < 10 else 1.0)
+    assert fit.alpha == pytest.approx(0.9, rel=rel)
+    assert -fit.shift / fit.alpha == pytest.approx(offset, abs=0.05 if abs(offset) < 10 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -239,14 +239,14 @@ def test_a_curve_without_noise_is_found_at_any_scale(solved, curve, log_scale, b
     x = (np.random.default_rng(seed).standard_normal(4000) * 10.0**log_scale).astype(np.float32).astype(float)
     alpha = bend / 10.0**log_scale
     y = amplitude * curve.function(torch.from_numpy(alpha * x)).numpy()
-    found = solved(x, y, curve)
-    left = 1 - residual_of(curve, x, y, found.alpha) / float(y @ y)
+    fit = solved(x, y, curve)
+    left = 1 - residual_of(curve, x, y, fit.alpha) / float(y @ y)
     # A bin of 1/16 octave hides what is of third order in its width, and one that holds a kink of second order.
     assert 1 - left <= (1e-7 if curve.smooth else 1e-4)
     if curve.smooth:
-        assert found.alpha == pytest.approx(alpha, rel=1e-4)
-        assert found.amplitude == pytest.approx(amplitude, rel=1e-4)
-        assert found.converged
+        assert fit.alpha == pytest.approx(alpha, rel=1e-4)
+        assert fit.amplitude == pytest.approx(amplitude, rel=1e-4)
+        assert fit.converged
 
 
 LINEAR = [c for c in CURVES.values() if c.linear_at_origin and c.zero_centred and not c.amplitude_is_inverse_scale]
@@ -262,13 +262,13 @@ def test_pairs_about_a_line_are_straight_and_have_its_slope_and_offset(solved, c
     x = (x * 10.0**log_scale).astype(np.float32).astype(float)
     line = slope * x + slope * x.std() * noise * off
     shifted = line + slope * x.std() * offset
-    found = solved(x, line, curve)
-    assert found.straight and found.converged
-    at_origin = found.amplitude * found.alpha * curve.slope_at_origin
+    fit = solved(x, line, curve)
+    assert fit.straight and fit.converged
+    at_origin = fit.amplitude * fit.alpha * curve.slope_at_origin
     assert at_origin == pytest.approx(x @ line / (x @ x), rel=1e-3)
-    found = solved(x, shifted, curve, FitForm())
-    assert found.straight and found.converged
-    predicted = found.amplitude * curve.function(torch.from_numpy(found.alpha * x + found.shift)).numpy()
+    fit = solved(x, shifted, curve, FitForm())
+    assert fit.straight and fit.converged
+    predicted = fit.amplitude * curve.function(torch.from_numpy(fit.alpha * x + fit.shift)).numpy()
     np.testing.assert_allclose(predicted, np.polyval(np.polyfit(x, shifted, 1), x), atol=2e-3 * line.std())
 
 
@@ -301,11 +301,11 @@ def test_a_curve_without_a_slope_at_its_origin_is_not_identified_below_its_bend(
     limit = np.abs(x) ** power * (1 if name == "even" else np.sign(x))
     y = 0.7 * limit + 0.3 * scale**power * generator.standard_normal(x.size)
     folds = np.arange(x.size) % 8
-    found = solved(x, y, curve, FitForm(shift=shifted), folds=folds)
-    assert found.unidentified and found.converged and not found.straight
-    assert set(found.intervals) <= {"r2"}
+    fit = solved(x, y, curve, FitForm(shift=shifted), folds=folds)
+    assert fit.unidentified and fit.converged and not fit.straight
+    assert set(fit.intervals) <= {"r2"}
     least = float(y @ y - (limit @ y) ** 2 / (limit @ limit))
-    assert found.residual == pytest.approx(least, rel=1e-3)
+    assert fit.residual == pytest.approx(least, rel=1e-3)
     bent = solved(x, 2 * scale**power * curve.function(torch.from_numpy(3 * x / scale)).numpy(), curve)
     assert not bent.unidentified and bent.alpha == pytest.approx(3 / scale, rel=1e-2)
 
@@ -314,27 +314,27 @@ def test_a_curve_without_a_slope_at_its_origin_is_not_identified_below_its_bend(
 def test_powers_are_never_identified(solved, formula):
     x, noise = np.random.default_rng(0).standard_normal((2, 8000))
     folds = np.arange(8000) % 8
-    found = solved(x, np.tanh(x) + 0.1 * noise, curve_from(f"mine={formula}"), FitForm(), folds=folds)
-    assert found.unidentified and not found.straight and set(found.intervals) == {"r2"}
+    fit = solved(x, np.tanh(x) + 0.1 * noise, curve_from(f"mine={formula}"), FitForm(), folds=folds)
+    assert fit.unidentified and not fit.straight and set(fit.intervals) == {"r2"}
 
 
 def test_the_identity_is_the_line(solved):
     x, noise = np.random.default_rng(2).standard_normal((2, 5000))
     y = 0.3 * x + noise
-    found = solved(x, y, "linear")
-    assert found.straight and found.converged and found.alpha == 1
-    assert found.amplitude == pytest.approx(float(x @ y / (x @ x)), rel=1e-6)
+    fit = solved(x, y, "linear")
+    assert fit.straight and fit.converged and fit.alpha == 1
+    assert fit.amplitude == pytest.approx(float(x @ y / (x @ x)), rel=1e-6)
     given = solved(x, y, "linear", FitForm(alpha=2.0, shift=False))
-    assert given.alpha == 2 and 2 * given.amplitude == pytest.approx(found.amplitude, rel=1e-12)
+    assert given.alpha == 2 and 2 * given.amplitude == pytest.approx(fit.amplitude, rel=1e-12)
 
 
 def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
     x, generator = heavy_tailed(8000, 6)
     y = 5 * np.tanh(x / 5) + 0.1 * generator.standard_normal(x.size)
-    found = solved(x, y, "softcap")
-    assert found.amplitude == pytest.approx(1 / found.alpha, rel=1e-12)
+    fit = solved(x, y, "softcap")
+    assert fit.amplitude == pytest.approx(1 / fit.alpha, rel=1e-12)
     [cap], _ = curve_fit(lambda x, cap: cap * np.tanh(x / cap), x, y, p0=[4.0], xtol=1e-14, ftol=1e-14)
-    assert found.amplitude == pytest.approx(cap, rel=1e-5)
+    assert fit.amplitude == pytest.approx(cap, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
 def test_fixed_parameters_keep_their_values(solved, form):
     x, generator = heavy_tailed(8000, 7)
     y = 2 * np.tanh(0.8 * x + 0.3) + 0.2 * generator.standard_normal(x.size)
-    found = solved(x, y, "tanh", form, bound=2.5)
+    fit = solved(x, y, "tanh", form, bound=2.5)
 
     def predicted(x, *free):
         given = dict(zip(names, free, strict=True))
@@ -354,13 +354,13 @@ def test_fixed_parameters_keep_their_values(solved, form):
 
     names = [*(["A"] if form.amplitude == "free" else []), *(["alpha"] if form.alpha is None else [])]
     names += ["s"] if form.shift else []
-    ours = {"A": found.amplitude, "alpha": found.alpha, "s": found.shift}
+    ours = {"A": fit.amplitude, "alpha": fit.alpha, "s": fit.shift}
     starts = ([start] * len(names) for start in (0.05, 0.5, 5.0))  # which know nothing of ours
     tried = [curve_fit(predicted, x, y, p0=start, xtol=1e-14, ftol=1e-14)[0] for start in starts]
     truth = min(tried, key=lambda free: np.sum((y - predicted(x, *free)) ** 2))
     assert [ours[name] for name in names] == pytest.approx(truth, rel=1e-5, abs=1e-5)
-    assert found.alpha == (form.alpha or found.alpha)
-    assert found.amplitude == (2.5 if form.amplitude == "theory" else found.amplitude)
+    assert fit.alpha == (form.alpha or fit.alpha)
+    assert fit.amplitude == (2.5 if form.amplitude == "theory" else fit.amplitude)
 
 
 # By rival: the seed, A·tanh(αx) that bends by α, its bounds in log α, the rival itself, and α where it is searched.
@@ -381,5 +381,5 @@ def test_a_bend_counts_from_a_thousandth_of_the_squared_error_of_the_line_or_ste
         rival_error = y @ y - (y @ alone(x)) ** 2 / (alone(x) @ alone(x))
         return 1 - lowest("tanh", x, y, searched)[0] / rival_error - saved
 
-    found = solved(x, curve(math.exp(brentq(share, *bounds, xtol=1e-5)), x) + 0.3 * noise)
-    assert (found.straight, found.converged) == (rival == "line" and not counts, rival == "line" or counts)
+    fit = solved(x, curve(math.exp(brentq(share, *bounds, xtol=1e-5)), x) + 0.3 * noise)
+    assert (fit.straight, fit.converged) == (rival == "line" and not counts, rival == "line" or counts)

@@ -31,13 +31,13 @@ def networks():
 
 def of_raw_pairs(curve, x, y):
     """α and RMSE of least squares over raw pairs, by a library that knows nothing of our optimum."""
-    f, found = NUMPY[curve], []
+    f, fit = NUMPY[curve], []
     for steepness in (0.1, 1.0):
         start = (np.abs(y).max(), steepness / np.median(np.abs(x)))
         with contextlib.suppress(RuntimeError):  # one that leads nowhere
             (amplitude, alpha), _ = curve_fit(lambda x, scale, a: scale * f(a * x), x, y, start, xtol=1e-12)
-            found.append((np.sqrt(np.mean((y - amplitude * f(alpha * x)) ** 2)), abs(alpha)))
-    rmse, alpha = min(found)
+            fit.append((np.sqrt(np.mean((y - amplitude * f(alpha * x)) ** 2)), abs(alpha)))
+    rmse, alpha = min(fit)
     return alpha, rmse
 
 
@@ -53,15 +53,15 @@ def test_fits_of_channels_are_as_right_as_the_docs_say(networks):
     )
     errors, saved = [], []
     for seen, raw in networks:
-        for found in normscope.fit(seen, per="channel", shift=False):
+        for fit in normscope.fit(seen, per="channel", shift=False):
             # α of a line is none to be right about; one channel in three is enough to tell.
-            if not found.identified or found.channel % 3 != CHANNELS:
+            if not fit.identified or fit.channel % 3 != CHANNELS:
                 continue
-            x, y = (values[:, found.channel].numpy() for values in raw[found.site])
+            x, y = (values[:, fit.channel].numpy() for values in raw[fit.site])
             if len(x) > MOST_TOKENS:
                 continue
-            alpha, rmse = of_raw_pairs(found.curve, x, y)
-            errors.append((abs(found.alpha / alpha - 1), abs(found.rmse / rmse - 1)))
+            alpha, rmse = of_raw_pairs(fit.curve, x, y)
+            errors.append((abs(fit.alpha / alpha - 1), abs(fit.rmse / rmse - 1)))
             saved.append(1 - rmse**2 / np.mean((y - x @ y / (x @ x) * x) ** 2))
     errors = np.array(errors)
     assert len(errors) > 1500  # of both curves

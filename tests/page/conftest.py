@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -15,17 +16,8 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u2028\u202egnp"
 LONG = "l" * 10_000
 
 
-class Net(nn.Module):
+def network():
     """A LayerNorm with a massive channel, an RMSNorm, a GroupNorm, one that sees zeros, and two with hostile names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.LayerNorm(16)
-        self.second = nn.RMSNorm(16, eps=1e-6)
-        self.groups = nn.GroupNorm(2, 8)
-        self.off = nn.LayerNorm(16)
-        self.add_module(HOSTILE, nn.LayerNorm(16))
-        self.add_module(LONG, nn.LayerNorm(16))
 
     def forward(self, x):
         y = self.second(0.5 * x + self.first(x))
@@ -33,21 +25,14 @@ class Net(nn.Module):
         self.off(0 * x)
         return getattr(self, LONG)(getattr(self, HOSTILE)(x - y))
 
-
-class Ears(nn.Module):
-    """A norm of eight neighbouring samples of a waveform at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(x.unflatten(1, (-1, 8)))
+    norms = {"first": nn.LayerNorm(16), "second": nn.RMSNorm(16, eps=1e-6), "groups": nn.GroupNorm(2, 8)}
+    return network_of(forward, "Net", **norms, **{name: nn.LayerNorm(16) for name in ("off", HOSTILE, LONG)})
 
 
 @pytest.fixture(scope="session")
 def ears():
-    return Ears()
+    """A norm of eight neighbouring samples of a waveform at a time."""
+    return network_of(lambda self, x: self.norm(x.unflatten(1, (-1, 8))), norm=nn.LayerNorm(8))
 
 
 def batches(seed=0):
@@ -68,7 +53,7 @@ ABOUT = {"model": HOSTILE, "weights": "random weights, seed 0", "data": "noise o
 @pytest.fixture(scope="session")
 def seen():
     torch.manual_seed(0)
-    return normscope.capture(Net(), batches(), about=ABOUT, diagonal=True)
+    return normscope.capture(network(), batches(), about=ABOUT, diagonal=True)
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +64,7 @@ def fits(seen):
 @pytest.fixture(scope="session")
 def other():
     torch.manual_seed(1)
-    return normscope.capture(Net(), batches(1), about={**ABOUT, "model": "the other"})
+    return normscope.capture(network(), batches(1), about={**ABOUT, "model": "the other"})
 
 
 @pytest.fixture(scope="session")

@@ -152,8 +152,8 @@ def test_keys_zoom_the_figure_that_has_the_focus(page):
 def accessible(page, *roles):
     """Names and descriptions of the parts of these roles, as a screen reader gets them."""
     nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-    found = [node for node in nodes if node.get("role", {}).get("value") in roles]
-    return [tuple(node.get(part, {}).get("value", "") for part in ("name", "description")) for node in found]
+    chosen = [node for node in nodes if node.get("role", {}).get("value") in roles]
+    return [tuple(node.get(part, {}).get("value", "") for part in ("name", "description")) for node in chosen]
 
 
 def test_charts_describe_their_data(page, fits):

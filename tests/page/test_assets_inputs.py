@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from networks import network_of
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -22,13 +23,8 @@ WORDS = ("</script><script>alert(1)</script>", "\u202egnp", "w" * 10_000, "", " 
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp"
 
 
-class Patches(nn.Module):
+def patches():
     """Sixteen patches after a class token, with norms of queries by head, of tokens and of groups of channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.q_norm, self.last = nn.LayerNorm(48), nn.LayerNorm(16), nn.LayerNorm(48)
-        self.groups = nn.GroupNorm(2, 48)
 
     def forward(self, x):
         x = nn.functional.pixel_unshuffle(x, 4).flatten(2)
@@ -37,6 +33,9 @@ class Patches(nn.Module):
         x = self.first(x.transpose(1, 2))
         x = x + self.q_norm(x.unflatten(2, (3, 16)).transpose(1, 2)).transpose(1, 2).flatten(2)
         return self.last(x)
+
+    norms = {"first": nn.LayerNorm(48), "q_norm": nn.LayerNorm(16), "last": nn.LayerNorm(48)}
+    return network_of(forward, **norms, groups=nn.GroupNorm(2, 48))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def pictures():
     for first, step in ((0, 9), (10, 5), (20, 1)):
         samples = tuple(Sample(name, number, first + number, "paths") for number, name in enumerate(names))
         batches.append(Batch((x * (10 - step),), samples=samples, part=f"timestep {step}"))
-    return normscope.capture(Patches(), batches, keep_inputs=2, about={"model": "pictures"})
+    return normscope.capture(patches(), batches, keep_inputs=2, about={"model": "pictures"})
 
 
 @pytest.fixture(scope="module")
@@ -229,16 +228,16 @@ def test_of_queries_each_head_has_its_tokens(browser, page_file):
 
 def test_a_pair_of_the_s_curve_marks_the_place_of_its_token(browser, page_file):
     page = browser.open(page_file.file, at(colour="token"))
-    found = page.run("""const {token, x} = pointsOf(open.site);
+    drawn = page.run("""const {token, x} = pointsOf(open.site);
         return token.findIndex((drawn, at) => (keptOfDrawn(open.site, drawn) || {}).input === 0 && at % 48 === 20)""")
-    assert found >= 0
-    place = page.run("return keptOfDrawn(open.site, pointsOf(open.site).token[arguments[0]]).token", found)
-    page.run("[...Plot.all.values()][0].point(arguments[0])", found)
+    assert drawn >= 0
+    place = page.run("return keptOfDrawn(open.site, pointsOf(open.site).token[arguments[0]]).token", drawn)
+    page.run("[...Plot.all.values()][0].point(arguments[0])", drawn)
     assert rings(page) == [place]
     assert page.texts(".tip:not([hidden]) div")[2].startswith("path 0 <img src=x")
     page.run("[...Plot.all.values()][0].left()")
     assert rings(page) == []
-    key = page.run("return open.site.drawn.shown.key[pointsOf(open.site).token[arguments[0]]]", found)
+    key = page.run("return open.site.drawn.shown.key[pointsOf(open.site).token[arguments[0]]]", drawn)
     page.run("go({picks: [`token:${arguments[0]}`]})", key)
     assert rings(page) == [place]
     ring = page.run("return document.querySelector('[data-ring]').getAttribute('stroke')")

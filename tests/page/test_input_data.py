@@ -182,9 +182,9 @@ def test_an_input_of_several_parts_is_one_input():
 
 def test_previews_of_waveforms_and_words(ears):
     x = torch.randn(2, 800)
-    [heard] = inputs_data(captured(ears, x).inputs)
-    assert heard["waveform"]["length"] == 800 and heard["words"] == [] and heard["picture"] is None
-    assert unpacked(heard["waveform"]["low"]).min() == x[0].min()
+    [recording] = inputs_data(captured(ears, x).inputs)
+    assert recording["waveform"]["length"] == 800 and recording["words"] == [] and recording["picture"] is None
+    assert unpacked(recording["waveform"]["low"]).min() == x[0].min()
     words = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8))
     [read] = inputs_data(captured(words, torch.arange(6).view(1, 6)).inputs)
     assert read["words"] == ["#0", "#1", "#2", "#3", "#4", "#5"]

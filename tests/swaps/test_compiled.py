@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import residual
 from torch import nn
 
 import normscope
@@ -11,18 +12,9 @@ from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.dense = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.dense(self.norm(x)).relu()
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), nn.LayerNorm(8))
+    return nn.Sequential(residual(nn.LayerNorm(8), 8), residual(nn.LayerNorm(8), 8), nn.LayerNorm(8))
 
 
 class Compiler:

@@ -139,17 +139,6 @@ def test_pre_hooks_that_compute_the_norms_own_tensors_stay_with_it(model, how):
     assert called(model, calls) == [("forward", norm)]
 
 
-def test_hooks_of_the_replacement_pause_if_the_norm_has_some(model):
-    calls, f = [], function()
-    register(f, "forward", calls, "of the function")
-    with Swap(model, {"norm": f}):
-        assert called(model, calls) == [("of the function", f)]
-    register(model.norm, "forward", calls, "of the norm")
-    with swapped_with_a_warning(model, {"norm": f}):
-        assert called(model, calls) == [("of the norm", f)]
-    assert called(nn.Sequential(nn.Linear(4, WIDTH), f), calls) == [("of the function", f)]
-
-
 def test_a_hook_registered_during_a_swap_stays_with_the_replacement(model):
     calls, f, norm = [], function(), model.norm
     register(norm, "forward", calls, "of the norm")
@@ -158,14 +147,9 @@ def test_a_hook_registered_during_a_swap_stays_with_the_replacement(model):
         register(model.norm, "with kwargs", calls, "of the function")
         assert called(model, calls) == [("of the norm", f), ("of the function", f)]
     assert hooks_of(norm) == before and called(model, calls) == [("of the norm", norm)]
+    with swapped_with_a_warning(model, {"norm": f}):  # whose own hooks pause
+        assert called(model, calls) == [("of the norm", f)]
     assert called(nn.Sequential(nn.Linear(4, WIDTH), f), calls) == [("of the function", f)]
-
-
-def test_warnings_name_the_line_of_the_call(model):
-    model.norm.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="Hooks of the norms norm run") as raised:
-        normscope.swap(model, "tanh", normscope.capture(model, [torch.randn(64, 4)]), init="paper")
-    assert [warning.filename for warning in raised] == [__file__]
 
 
 def test_where_warnings_are_errors_nothing_is_changed(model):
@@ -187,12 +171,13 @@ def test_one_function_for_several_norms_cannot_have_the_hooks_of_one():
     assert isinstance(both["a"], nn.LayerNorm) and not f._forward_hooks
 
 
-def test_files_contain_no_hooks(model, tmp_path):
+def test_files_contain_no_hooks_and_warnings_name_the_line_of_the_call(model, tmp_path):
     calls, x = [], torch.randn(64, 4)
     seen = normscope.capture(model, [x])
     register(model.norm, "forward", calls)
-    with pytest.warns(UserWarning, match="Hooks of the norms norm run"):
+    with pytest.warns(UserWarning, match="Hooks of the norms norm run") as raised:
         normscope.swap(model, "tanh", seen, init="paper")
+    assert [warning.filename for warning in raised] == [__file__]
     normscope.save_swapped(model, tmp_path / "swap")
     fresh = network()
     normscope.swaps.store.store.restored(fresh, tmp_path / "swap")

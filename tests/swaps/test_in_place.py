@@ -16,47 +16,36 @@ from normscope.norms.trace import find_norms
 from normscope.swaps.output_errors import output_errors
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
+from normscope.tools.bench import bench
 from normscope.tools.bench.reports import PASSES
 
 WIDTH = 8
 
 
-class OverwritingNorm(nn.Module):
+def overwriting_norm():
     """A LayerNorm that takes the mean away from its input itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 2, WIDTH)), 1e-5
 
     def forward(self, x):
         x.sub_(x.mean(-1, keepdim=True))
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
+    return network_of(forward, "OverwritingNorm", weight=nn.Parameter(torch.linspace(0.5, 2, WIDTH)), eps=1e-5)
 
-class Block(nn.Module):
+
+def block(norm):
     """Changes what it is called with, and what its norm gave, and counts its calls."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.lines, self.relu = norm, nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
-        self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x):
         self.steps += 1
         x.mul_(1.5)
         return x + self.steps * self.lines(self.relu(self.norm(x) + 0.1))
 
+    parts = {"norm": norm, "lines": nn.Linear(WIDTH, WIDTH), "relu": nn.ReLU(inplace=True), "steps": torch.zeros(())}
+    return network_of(forward, "Block", **parts)
 
-class Changing(nn.Module):
+
+def changing():
     """Doubles its input, and adds to what its blocks gave; a buffer of it decays, and another is made anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(nn.LayerNorm(WIDTH)), Block(OverwritingNorm())])
-        self.head = nn.Linear(WIDTH, 3)
-        self.register_buffer("decay", torch.ones(()))
-        self.register_buffer("gain", torch.ones(WIDTH))
 
     def forward(self, x):
         self.decay.mul_(0.8)
@@ -66,6 +55,11 @@ class Changing(nn.Module):
             x = block(x)
             x += 1 - self.decay
         return self.head(x * self.gain).mean(1)
+
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([block(nn.LayerNorm(WIDTH)), block(overwriting_norm())])
+    head, decay, gain = nn.Linear(WIDTH, 3), torch.ones(()), torch.ones(WIDTH)
+    return network_of(forward, "Changing", blocks=blocks, head=head, decay=decay, gain=gain)
 
 
 SITES = ("blocks.0.norm", "blocks.1.norm")
@@ -100,7 +94,7 @@ def distances_by_hand(network: nn.Module, swapped: nn.Module, batches: list[Batc
 
 @pytest.fixture
 def network():
-    network = Changing().eval()
+    network = changing().eval()
     before, buffers = State(network), dict(network._buffers)
     yield network
     before.assert_same(network)
@@ -125,14 +119,14 @@ def test_drift_is_that_of_single_passes_of_fresh_copies(network, batches):
 
 
 def test_a_network_that_gives_its_own_buffer_drifts(batches):
-    network = network_of(lambda self, x: self.state.mul_(0.5).add_(self.norm(x)[:, 0]), norm=nn.LayerNorm(WIDTH))
-    network.eval().register_buffer("state", torch.zeros(3, WIDTH))
+    parts = {"norm": nn.LayerNorm(WIDTH), "state": torch.zeros(3, WIDTH)}
+    network = network_of(lambda self, x: self.state.mul_(0.5).add_(self.norm(x)[:, 0]), **parts).eval()
     function = {"norm": DyT(WIDTH, alpha=0.4)}
     swapped = copy.deepcopy(network)
     Swap(swapped, function)
     by_hand = distances_by_hand(network, swapped, batches)
-    found = normscope.drift(network, batches, function).all.relative_l2.p50
-    assert found == pytest.approx(float(np.median(by_hand)), rel=1e-5) and found > 0.1
+    median = normscope.drift(network, batches, function).all.relative_l2.p50
+    assert median == pytest.approx(float(np.median(by_hand)), rel=1e-5) and median > 0.1
     errors = output_errors(network, swapped, batches, Outputs())
     np.testing.assert_allclose(errors.numpy(), by_hand, rtol=1e-5)
 
@@ -177,6 +171,7 @@ def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
     seen = []
     handle = network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    monkeypatch.setattr(bench, "times_of", lambda run, device: [run() is None or 1.0])
     report = normscope.bench(network, batches[0], ["dyt"], full=True)
     timed = [row for row in report.rows if row.samples and row.scope == "model"]
     assert {(row.way, row.passes) for row in timed} == set(itertools.product(("eager", "compile"), PASSES))

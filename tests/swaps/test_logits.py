@@ -99,7 +99,7 @@ def divergences(model, modules, batches):
     return torch.tensor(results)
 
 
-def test_every_step_is_judged_by_the_logits():
+def test_every_step_is_measured_by_the_logits():
     model, batches = wrapped(gpt2()), tokens(8)
     modules = replacements(model, "dyt", normscope.capture(model, batches), layers="0,2,4", init="paper")
     report = normscope.drift(model, batches, modules)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import network_of
 from torch import nn
 
 from normscope.curves.expressions import curve_from
@@ -144,38 +145,39 @@ def test_without_affine_the_weight_is_the_amplitude_alone():
     np.testing.assert_allclose(layer(x).detach().numpy(), 3 * np.tanh(0.5 * x.double().numpy()), rtol=1e-6, atol=1e-7)
 
 
-def test_refusals():
-    for make, fragment in (
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
         (
             lambda: PointwiseFunction("tanh", 4, alpha=torch.ones(3)),
-            r"3 numbers; it takes one, or one for each of the 4",
+            "3 numbers; it takes one, or one for each of",
         ),
         (lambda: PointwiseFunction("tanh,isru", 4), "'tanh,isru' names 2 curves"),
         (lambda: PointwiseFunction("tahn", 4), "tahn"),
         (lambda: DyISRU(4, C=-1), "C is -1"),
-    ):
-        with pytest.raises(UsageError, match=fragment):
-            make()
+    ],
+)
+def test_refusals(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()
 
 
-class AuthorsLayer(nn.Module):
+def authors_layer(f, width, channels_last):
     """Equation 3 of arXiv 2503.10622 (tanh), and of 2512.10938 (erf, with a shift), with the appendix's names."""
-
-    def __init__(self, f, width, channels_last):
-        super().__init__()
-        self.f, self.axes = f, (...,) if channels_last else (..., None, None)
-        self.alpha = nn.Parameter(torch.ones(1) * 0.5)
-        self.shift = nn.Parameter(torch.zeros(1)) if f is torch.erf else 0
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+    axes = (...,) if channels_last else (..., None, None)
+    parts = {"alpha": torch.ones(1) * 0.5, "weight": torch.ones(width), "bias": torch.zeros(width)}
+    parts |= {"shift": torch.zeros(1)} if f is torch.erf else {}
 
     def forward(self, x):
-        return self.f(self.alpha * x + self.shift) * self.weight[self.axes] + self.bias[self.axes]
+        return f(self.alpha * x + getattr(self, "shift", 0)) * self.weight[axes] + self.bias[axes]
+
+    return network_of(forward, **{name: nn.Parameter(values) for name, values in parts.items()})
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize(("f", "ours"), [(torch.tanh, DyT), (torch.erf, Derf)])
 def test_published_layers_load(f, ours, channels_last):
-    published, layer = AuthorsLayer(f, WIDTH, channels_last), ours(WIDTH, channel_axis=-1 if channels_last else 1)
+    published, layer = authors_layer(f, WIDTH, channels_last), ours(WIDTH, channel_axis=-1 if channels_last else 1)
     torch.manual_seed(0)
     for part in published.parameters():
         nn.init.normal_(part)
@@ -244,8 +246,8 @@ def test_compiles_into_one_graph(name):
     output, expected = compiled(mine), layer(theirs)
     torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
     (given_,) = torch.autograd.grad(output.square().sum(), mine)
-    (wanted,) = torch.autograd.grad(expected.square().sum(), theirs)
-    torch.testing.assert_close(given_, wanted, rtol=1e-5, atol=1e-5)
+    (expected_,) = torch.autograd.grad(expected.square().sum(), theirs)
+    torch.testing.assert_close(given_, expected_, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["isru", "free"])

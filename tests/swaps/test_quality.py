@@ -71,15 +71,15 @@ def bert(name="BertForMaskedLM", **changes):
 
 def test_words_are_read_as_ctc_reads_them():
     network = normscope.load("demo_wav2vec2", limit=12, device="cpu")
-    found = measured(network.task, network.module, network.inputs, network.outputs).quality
+    quality = measured(network.task, network.module, network.inputs, network.outputs).quality
     right = 0
     for batch in network.inputs:
         with torch.no_grad():
             frames = network.module(*batch.args)[0][0].argmax(-1).tolist()
         word = "".join("-|'ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place] for place, _ in itertools.groupby(frames))
         right += word.replace("-", "") == batch.samples[0].label
-    assert found.scores["original"].value == right / 12 and 8 <= right < 12  # one of the first twelve is misread
-    assert (found.name, found.over) == ("word accuracy", "12 words")
+    assert quality.scores["original"].value == right / 12 and 8 <= right < 12  # one of the first twelve is misread
+    assert (quality.name, quality.over) == ("word accuracy", "12 words")
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
@@ -94,10 +94,10 @@ def test_perplexity_is_that_of_transformers_own_loss(monkeypatch, in_pieces):
         for row in rows:
             if len(row) > 1:
                 losses += [float(model(row[None], labels=row[None]).loss)] * (len(row) - 1)
-    found = measured(Task("perplexity"), model, batches, Outputs("tokens")).quality
+    quality = measured(Task("perplexity"), model, batches, Outputs("tokens")).quality
     # transformers computes the loss in float32.
-    assert found.scores["original"].value == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-    assert (found.n, found.over, found.higher_is_better) == (6 + 11 + 1, "18 tokens of 3 texts", False)
+    assert quality.scores["original"].value == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert (quality.n, quality.over, quality.higher_is_better) == (6 + 11 + 1, "18 tokens of 3 texts", False)
 
 
 def test_a_model_that_looks_ahead_has_no_perplexity():
@@ -124,11 +124,11 @@ def test_pseudo_perplexity_is_that_of_a_plain_loop(lengths):
     # At most 256, evenly among all.
     taken = surprises if len(surprises) <= 256 else [surprises[number * len(surprises) // 256] for number in range(256)]
     task = Task("pseudo-perplexity", mask_id=MASK, unmasked=frozenset(AROUND))
-    found = measured(task, model, [batch], Outputs("tokens")).quality
+    quality = measured(task, model, [batch], Outputs("tokens")).quality
     # Padded rows sum in another order, in float32.
-    assert found.scores["original"].value == pytest.approx(math.exp(np.mean(taken)), rel=1e-5)
+    assert quality.scores["original"].value == pytest.approx(math.exp(np.mean(taken)), rel=1e-5)
     of = "256 tokens, each masked alone, evenly among 304" if sum(lengths) > 256 else "13 tokens, each masked alone"
-    assert (found.n, found.over) == (len(taken), of)
+    assert (quality.n, quality.over) == (len(taken), of)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
@@ -142,9 +142,9 @@ def test_spearman_is_scipys_on_embeddings_by_hand(pooling):
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(pooled[::2], pooled[1::2], strict=True)]
     # In pieces that divide a pair, as halved batches do.
     parts = [batch.take(range(3)), batch.take(range(3, 10))]
-    found = measured(Task("spearman", pooling=pooling), model, parts, Outputs("tensor")).quality
-    assert found.scores["original"].value == pytest.approx(stats.spearmanr(cosines, scores).statistic, abs=1e-12)
-    assert found.n == 5 and found.over.startswith("5 pairs of sentences, ")
+    quality = measured(Task("spearman", pooling=pooling), model, parts, Outputs("tensor")).quality
+    assert quality.scores["original"].value == pytest.approx(stats.spearmanr(cosines, scores).statistic, abs=1e-12)
+    assert quality.n == 5 and quality.over.startswith("5 pairs of sentences, ")
 
 
 def pooled():
@@ -198,17 +198,17 @@ def test_top_1_is_the_accuracy_of_scikit_learn(digits):
     before = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1).tolist())
     with normscope.Swap(digits.module, modules):
         after = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1).tolist())
-    found = report.quality
-    assert (found.name, found.n, found.over, found.higher_is_better) == (
+    quality = report.quality
+    assert (quality.name, quality.n, quality.over, quality.higher_is_better) == (
         *("top-1 accuracy", 64, "64 labelled samples", True),
     )
-    assert {name: score.value for name, score in found.scores.items()} == {"original": before, "swapped": after}
+    assert {name: score.value for name, score in quality.scores.items()} == {"original": before, "swapped": after}
     assert after < before and report.no_quality == ""
     # Wilson's interval by its formula; both are float64.
     z, p, n = stats.norm.ppf(0.975), after, 64
     middle = (p + z * z / 2 / n) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / 4 / n**2) / (1 + z * z / n)
-    assert found.scores["swapped"].interval == pytest.approx((middle - half, middle + half), rel=1e-9)
+    assert quality.scores["swapped"].interval == pytest.approx((middle - half, middle + half), rel=1e-9)
     document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert document["quality"]["scores"]["swapped"]["value"] == after and document["no_quality"] == ""
 
@@ -225,18 +225,16 @@ def test_samples_that_share_a_source_get_no_interval_but_equal_names_in_two_data
     assert scores[1].interval == pytest.approx((wilson.low, wilson.high))
 
 
-class Block(nn.Module):
+def block(fits=99):
     """A norm and a layer of 4 channels; its memory ends with more samples than fit."""
 
-    def __init__(self, fits=99):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.head, self.fits = nn.LayerNorm(4), nn.Linear(4, 3), fits
-
     def forward(self, x):
-        if len(x) > self.fits:
+        if len(x) > fits:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    return network_of(forward, norm=nn.LayerNorm(4), head=nn.Linear(4, 3))
 
 
 def labelled(n=10, seed=1):
@@ -255,18 +253,18 @@ def loaded(module, task=None):
 
 
 def test_batches_are_halved_where_memory_ends():
-    whole = measured(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
-    halved = measured(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
+    whole = measured(Task("top-1"), block(), [labelled()], Outputs("classes")).quality
+    halved = measured(Task("top-1"), block(fits=3), [labelled()], Outputs("classes")).quality
     assert halved == whole and whole.n == 10
 
 
 def test_answers_that_are_not_finite_are_wrong():
-    report = drift(loaded(Block()), None, {"norm": spoilt()})
+    report = drift(loaded(block()), None, {"norm": spoilt()})
     assert report.quality.scores["swapped"].value == 0 < report.quality.scores["original"].value
 
 
 def test_a_quality_function_gets_the_network_in_eval_mode_before_and_after_the_swap():
-    model = Block().train()
+    model = block().train()
     x = labelled().args[0]
     seen = []
 
@@ -278,8 +276,8 @@ def test_a_quality_function_gets_the_network_in_eval_mode_before_and_after_the_s
     report = drift(model, [x], {"norm": function}, quality=brightness)
     assert seen == [("LayerNorm", False, False), ("PointwiseFunction", False, False)] and model.training
     with torch.no_grad():
-        wanted = {"original": float(model(x).mean()), "swapped": float(model.head(function(x)).mean())}
-    assert {name: score.value for name, score in report.quality.scores.items()} == pytest.approx(wanted)
+        expected = {"original": float(model(x).mean()), "swapped": float(model.head(function(x)).mean())}
+    assert {name: score.value for name, score in report.quality.scores.items()} == pytest.approx(expected)
     assert (report.quality.name, report.quality.n, report.quality.higher_is_better) == ("brightness", None, None)
     # It takes the place of what a loaded model's labels tell, too.
     assert drift(loaded(model), None, {"norm": function}, quality=lambda module: 7).quality.name == "quality"
@@ -289,17 +287,17 @@ def test_a_quality_function_gets_the_network_in_eval_mode_before_and_after_the_s
 
 def test_drift_reports_why_there_is_no_quality():
     function = {"norm": DyT(4)}
-    plain = drift(Block(), [labelled()], function)
+    plain = drift(block(), [labelled()], function)
     assert plain.quality is None and "pass quality=" in plain.no_quality
-    other = drift(loaded(Block()), [labelled().args[0]], function)
+    other = drift(loaded(block()), [labelled().args[0]], function)
     assert (other.quality, other.no_quality) == (None, "the samples have no labels")
-    once = drift(loaded(Block()), iter([labelled()]), function, cumulative=False)
+    once = drift(loaded(block()), iter([labelled()]), function, cumulative=False)
     assert (once.quality, once.no_quality) == (None, "the batches can be iterated only once")
 
 
 def test_all_ranks_get_the_measurements_of_the_first():
-    report = drift(loaded(Block()), None, {"norm": DyT(4)})
-    meter = QualityMeter(Block(), Task("top-1"), [], Outputs("classes"), silent)
+    report = drift(loaded(block()), None, {"norm": DyT(4)})
+    meter = QualityMeter(block(), Task("top-1"), [], Outputs("classes"), silent)
 
     class Second(Ranks):
         def gather(self, message):
@@ -312,18 +310,18 @@ def test_all_ranks_get_the_measurements_of_the_first():
 
 
 def test_healing_reports_quality_before_and_after():
-    network = loaded(Block())
+    network = loaded(block())
     swapped = copy.deepcopy(network.module)
     normscope.Swap(swapped, {"norm": DyT(4)})
     first = copy.deepcopy(swapped)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(7))
     report = heal(network, swapped, list(x.split(4)), [labelled()], steps=40)
     labels = [sample.label for sample in labelled().samples]
-    wanted = {}
+    expected = {}
     for name, module in (("original", network.module), ("swapped", first), ("healed", swapped)):
-        wanted[name] = accuracy_score(labels, plain_logits(module, [labelled()]).argmax(1).tolist())
-    assert {name: score.value for name, score in report.quality.scores.items()} == wanted
-    assert report.as_dict()["quality"]["scores"]["healed"]["value"] == wanted["healed"]
+        expected[name] = accuracy_score(labels, plain_logits(module, [labelled()]).argmax(1).tolist())
+    assert {name: score.value for name, score in report.quality.scores.items()} == expected
+    assert report.as_dict()["quality"]["scores"]["healed"]["value"] == expected["healed"]
 
     def weight(module):
         return module.head.weight.sum()

@@ -63,15 +63,15 @@ def test_a_capture_is_fitted_with_shift_and_by_what_reaches_the_next_layer(seen,
 
 
 def test_derf_has_a_shift_also_where_none_was_fitted(seen):
-    for found in (starts("derf", seen, "theory"), starts("derf", normscope.fit(seen, "erf", shift=False))):
-        assert [(start.curve.name, float(start.shift)) for start in found] == [("derf", 0.0)] * 2
+    for fit in (starts("derf", seen, "theory"), starts("derf", normscope.fit(seen, "erf", shift=False))):
+        assert [(start.curve.name, float(start.shift)) for start in fit] == [("derf", 0.0)] * 2
 
 
 def test_start_values_are_the_parameters_of_the_fits(fits):
     for name in ("tanh", "isru"):
-        found = starts(name, fits)
+        begun = starts(name, fits)
         expected = [fit for fit in fits if fit.curve == name]
-        assert [numbers(start)[:2] for start in found] == [(fit.amplitude, fit.alpha) for fit in expected]
+        assert [numbers(start)[:2] for start in begun] == [(fit.amplitude, fit.alpha) for fit in expected]
     assert [start.curve.name for start in starts("best", fits)] == [fit.curve for fit in fits if fit.best]
     assert [start.curve.name for start in starts("free", fits)] == ["free", "free"]
 

@@ -132,7 +132,7 @@ def calibrate(
     if teacher is student or not functions:
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")
     for function in functions.values():
-        function.give_each_channel_its_own()
+        function.expand_to_channels()
     pool = Pool.of(learn).by_length()
     first = pool.learned[0]
     sites = find_norms(teacher, first.first_sample()).sites

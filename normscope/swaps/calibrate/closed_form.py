@@ -68,13 +68,13 @@ class LayerSums:
     def add_joined(self, pieces: Sequence[tuple[Tensor, ...]]) -> None:
         """Add pieces of inputs and targets together, as few large products take less time than many small ones."""
         if pieces:
-            inputs, *targets = (torch.cat(part) for part in zip(*pieces, strict=True))
+            inputs, *targets = map(torch.cat, zip(*pieces, strict=True))
             self.add(inputs, targets)
 
     def _add(self, **block_sums: Tensor) -> None:
-        for name, part in block_sums.items():
+        for name, block_sum in block_sums.items():
             total = getattr(self, name)
-            setattr(self, name, part.cpu().double() if total is _NONE else total.add_(part.cpu()))
+            setattr(self, name, block_sum.cpu().double() if total is _NONE else total.add_(block_sum.cpu()))
 
     def combined(self, factors: Tensor) -> LayerSums:
         """Return the sums for one target, Σ factorᵢ·Tᵢ, with factors ``(targets, channels)``."""

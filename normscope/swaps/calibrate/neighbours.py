@@ -99,7 +99,7 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
         elif call.path in streams or (call.path in swapped and calls[call.path] == 1):
             axis, modulation = _channel_axis(by_name[call.path], call.input.ndim), None
             if next_layer := next((later for later in seen[number + 1 :] if later.path in layers), None):
-                earlier = [(other.path, other.output) for other in reversed(seen[:number]) if other.path in layers]
+                earlier = [(call.path, call.output) for call in reversed(seen[:number]) if call.path in layers]
                 modulation = modulation_of(call.output, next_layer.input, earlier)
             called_modules.append(CalledModule(call.path, True, axis, modulated=modulation))
     left |= {path: "it is not called as a module" for path in layers if not calls[path]}

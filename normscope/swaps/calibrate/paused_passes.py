@@ -137,9 +137,9 @@ def advance_to(passes: Sequence[PausedPass], path: str) -> list[Pause]:
     for number, paused in enumerate(passes):
         pause = paused.advance()
         if pause is None or pause.path != path:
-            there = "the end" if pause is None else pause.path
+            reached = "the end" if pause is None else pause.path
             raise ModelError(
-                f"Batch {number} reaches {there} where the first batch reached {path}: the network's order of calls "
+                f"Batch {number} reaches {reached} where the first batch reached {path}: the network's order of calls "
                 "depends on its input, so it cannot be calibrated."
             )
         pauses.append(pause)

@@ -137,7 +137,7 @@ class Refitting:
             return
         pairs = list(zip(self._norm_inputs[path], (original.output for original in originals), strict=True))
         (x, y), validation = (
-            tuple(torch.cat(part).float().reshape(-1, function.weight.numel()) for part in zip(*some, strict=True))
+            tuple(torch.cat(side).float().reshape(-1, function.weight.numel()) for side in zip(*some, strict=True))
             for some in (pairs[: self.n_learned], pairs[self.n_learned :])
         )
         before, start = _error(function, *validation), parameter_values(function)
@@ -289,7 +289,7 @@ def _used(called: CalledModule) -> list[str]:
 
 
 def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
-    shift, bias = (None if part is None else part.detach().flatten() for part in (function.shift, function.bias))
+    shift, bias = (None if p is None else p.detach().flatten() for p in (function.shift, function.bias))
     alpha, weight = function.alpha.detach().flatten(), function.weight.detach().flatten()
     output = pointwise(x, function.f, alpha, shift, weight, bias, behind=0).cpu().double()
     target = y.cpu().double()

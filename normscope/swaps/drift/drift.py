@@ -52,7 +52,7 @@ def drift(
     Each batch runs through the network as it is, then once for each swap, from the same random numbers and buffers. The
     cumulative order is by the median drift of each site alone, the least first. (A greedy search that tries every
     remaining site at each step would take n²/2 passes for n sites instead of 2n.) A network under ``torch.compile``
-    runs uncompiled. It is left as found, also after an exception. Where memory ends with a batch, it runs in halves.
+    runs uncompiled. It is restored, also after an exception. Where memory ends with a batch, it runs in halves.
 
     With ``init="calibrated"``, every row is calibrated by itself before it is measured: from ``replacements`` on, with
     only its own sites swapped, on inputs other than those it is measured on (:func:`normscope.calibrate`).

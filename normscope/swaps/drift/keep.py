@@ -49,8 +49,7 @@ def keep(
 
     The value of a norm depends on which others are swapped, so each step tries every norm that is still swapped. It
     restores the one that leaves the least median error at the output: KL divergence of logits, relative L2 of other
-    outputs. For n sites, a step takes n passes over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as
-    found.
+    outputs. For n sites, a step takes n passes over at most 48 samples (:data:`MOST_SAMPLES`).
 
     Args:
         model: the network, with its norms: the result of :func:`normscope.load`, or any module.

@@ -86,20 +86,20 @@ class PairedPasses:
             names of curve and init.
         """
         tallies, left_out = Tallies(configurations), LeftOut()
-        of_all, of_some = ([c for c in configurations if (c.swapped == "all") is whole] for whole in (True, False))
+        complete, partial = ([c for c in configurations if (c.swapped == "all") is whole] for whole in (True, False))
         with restoring(self.model) as self._buffers:
             first, chunks = first_and_chunks(self.batches, self._sampler)
             if first is None:
                 raise DataError("There is no batch to run the model on.")
             check_alike(self.ranks, {**self.settings, "first sample": list(astuple(first.samples[0]))})
-            if of_all and not self._layouts:  # the axis of samples is shorter for a single sample
+            if complete and not self._layouts:  # the axis of samples is shorter for a single sample
                 for path, outputs in self._run(first, self.modules)[1].items():
                     self._layouts |= {(path, n): SiteLayout(path, output.shape) for n, output in enumerate(outputs)}
             # Chunks are numbered among those of all ranks.
             for number, chunk in zip(itertools.count(self.ranks.rank, self.ranks.size), chunks, strict=False):
                 for number_in_chunk, batch in enumerate(chunk.batches):
-                    for part, swaps in ((batch, of_all), (self._few(batch), of_some)):
-                        for entry in self._in_pieces(part, swaps) if part and swaps else ():
+                    for samples, swaps in ((batch, complete), (self._few(batch), partial)):
+                        for entry in self._in_pieces(samples, swaps) if samples and swaps else ():
                             tallies.add(*entry, (number, number_in_chunk))
                 left_out.add(chunk)
             if ends is not None:
@@ -206,18 +206,18 @@ class PairedPasses:
     def _distances(
         self, batch: Batch, configuration: Configuration, original: _Seen, swapped: _Seen
     ) -> Iterator[_Entry]:
-        of_all = configuration.swapped == "all"
+        complete = configuration.swapped == "all"
         # Frames are many numbers per input, which are kept only for all sites.
-        kind = self.outputs.kind if of_all or self.outputs.kind != "frames" else "tensor"
+        kind = self.outputs.kind if complete or self.outputs.kind != "frames" else "tensor"
         _check_shape("The output", original[0], swapped[0])
         (before, valid), (after, _) = (
             output_by_sample(output, batch, self.outputs.kind) for output, _ in (original, swapped)
         )
         moved = distances(before, after, valid, kind)
         yield configuration, OUTPUT, "", moved
-        if of_all and batch.part:
+        if complete and batch.part:
             yield configuration, OUTPUT, batch.part, moved
-        for path in configuration.paths if of_all else ():
+        for path in configuration.paths if complete else ():
             if original[1][path]:
                 yield configuration, path, "", self._at_site(path, batch, original[1][path], swapped[1][path])
 
@@ -245,6 +245,6 @@ class PairedPasses:
         return distances(before, after)
 
 
-def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:
+def _check_shape(subject: str, original: Tensor, swapped: Tensor) -> None:
     if original.shape != swapped.shape:
-        raise ModelError(f"{what} is {tuple(original.shape)}, but {tuple(swapped.shape)} once norms are swapped.")
+        raise ModelError(f"{subject} is {tuple(original.shape)}, but {tuple(swapped.shape)} once norms are swapped.")

@@ -69,9 +69,9 @@ class DriftReport(AboutNetwork):
     calibration: DriftCalibration | None = None
 
     def __repr__(self) -> str:
-        how = " ".join(filter(None, ("DriftReport", self.func, self.init)))
+        name = " ".join(filter(None, ("DriftReport", self.func, self.init)))
         kl = "" if self.all.kl is None else f"KL {self.all.kl.p50:.3g}, "
-        return f"{how}: {count(len(self.sites), 'site')} swapped, {kl}relative L2 {self.all.relative_l2.p50:.3g}"
+        return f"{name}: {count(len(self.sites), 'site')} swapped, {kl}relative L2 {self.all.relative_l2.p50:.3g}"
 
     @property
     def start_in_words(self) -> str:

@@ -161,11 +161,11 @@ def _apply(curve: int, x: Any, y: Any, alpha: Any, shift: Any, weight: Any, bias
 
 
 @_fused
-def _lay_out(part: Any, into: Any) -> None:
+def _lay_out(parameter: Any, into: Any) -> None:
     """Repeat a parameter, of one number or one a channel, until the array is full."""
-    for first in range(0, into.size, part.size):
-        for j in range(min(part.size, into.size - first)):
-            into[first + j] = part[j]
+    for first in range(0, into.size, parameter.size):
+        for j in range(min(parameter.size, into.size - first)):
+            into[first + j] = parameter[j]
 
 
 @_fused
@@ -216,7 +216,7 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     """
     if not x.numel() or not x.is_contiguous() or not _plain(x, *parameters):
         return None
-    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *parameters)):
+    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parameters)):
         return None
     try:
         _, end = channel_axes(x, parameters, behind)
@@ -224,8 +224,8 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
         return None
     y = torch.empty_like(x)
     inner = math.prod(x.shape[end:])
-    numbers = [_NONE if part is None else part.detach().float().numpy().reshape(-1) for part in parameters]
-    lines = x.numel() // (inner if inner > 1 else max(part.size for part in numbers))
+    numbers = [_NONE if p is None else p.detach().float().numpy().reshape(-1) for p in parameters]
+    lines = x.numel() // (inner if inner > 1 else max(array.size for array in numbers))
     bits = torch.int16 if x.dtype == torch.bfloat16 else x.dtype
     elements = (tensor.detach().view(bits).numpy().reshape(-1) for tensor in (x, y))
     arguments = (_CURVES[curve], *elements, *numbers, inner)

@@ -48,7 +48,7 @@ def backward(dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: 
     """
     axes = channel_axes(x, parameters, behind)
     if x.numel() == 0:
-        return [torch.empty_like(x), *(None if part is None else torch.zeros_like(part) for part in parameters)]
+        return [torch.empty_like(x), *(None if p is None else torch.zeros_like(p) for p in parameters)]
     rows = _rows(x, axes, parameters)
     dx = torch.empty_like(rows)
     arguments = _arguments(rows, parameters[:3], curve, BACKWARD_TILE)
@@ -62,15 +62,15 @@ def backward(dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: 
         )
     sums = partial_sums.sum(1, dtype=torch.float64)
     gradients = [
-        None if p is None else (part.sum() if p.numel() == 1 else part).view(p.shape).to(p.dtype, copy=True)
-        for part, p in zip(sums, parameters, strict=True)
+        None if p is None else (row.sum() if p.numel() == 1 else row).view(p.shape).to(p.dtype, copy=True)
+        for row, p in zip(sums, parameters, strict=True)
     ]
     return [_restored(dx, x, axes), *gradients]
 
 
 def _rows(tensor: Tensor, axes: tuple[int, int], parameters: Parameters) -> Tensor:
     """Return a tensor as contiguous rows of channels, or of one element if all parameters are single numbers."""
-    channels = max(1, *(part.numel() for part in parameters if part is not None))
+    channels = max(1, *(p.numel() for p in parameters if p is not None))
     moved = tensor.movedim(*_moves(tensor, axes))
     return moved.reshape(tensor.numel() // channels, channels).contiguous()
 
@@ -93,9 +93,9 @@ def _arguments(rows: Tensor, parameters: Sequence[Tensor | None], curve: str, ti
     channels = rows.shape[1]
     block_channels = min(triton.next_power_of_2(channels), COLUMNS)
     arguments: dict[str, Any] = {}
-    for name, part in zip(("alpha", "shift", "weight", "bias"), parameters, strict=False):
-        arguments[name] = None if part is None else part.contiguous()
-        arguments[f"{name}_each"] = part is not None and part.numel() > 1
+    for name, p in zip(("alpha", "shift", "weight", "bias"), parameters, strict=False):
+        arguments[name] = None if p is None else p.contiguous()
+        arguments[f"{name}_each"] = p is not None and p.numel() > 1
     sizes = {"rows": len(rows), "channels": channels, "blocks": triton.cdiv(channels, block_channels)}
     block = {"block_rows": tile // block_channels, "block_channels": block_channels}
     return {**arguments, **sizes, **block, "curve": curve, "precise": rows.dtype == torch.float32}

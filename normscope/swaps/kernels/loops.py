@@ -38,8 +38,8 @@ def _exp_and_reciprocal(u: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 @triton.jit
 def _tanh(u: tl.tensor, precise: tl.constexpr) -> tl.tensor:
     """Return tanh u to two units in the last place of float32; unless ``precise``, to a relative error of 2.1·10⁻⁵."""
-    rest, _ = _exp_and_reciprocal(u)
-    far = tl.where(u < 0, 2 * rest - 1, 1 - 2 * rest)
+    tail, _ = _exp_and_reciprocal(u)
+    far = tl.where(u < 0, 2 * tail - 1, 1 - 2 * tail)
     if precise:
         square = u * u
         near = tl.zeros_like(u)
@@ -76,19 +76,19 @@ def derivative(u: tl.tensor, curve: tl.constexpr) -> tl.tensor:
         _, root = _clamped_and_root(u)
         return root * root * root
     elif curve == "tanh":
-        rest, q = _exp_and_reciprocal(u)
-        return 4 * rest * q
+        tail, q = _exp_and_reciprocal(u)
+        return 4 * tail * q
     else:
         return tl.exp2(u * -LOG2_E * u) * SLOPE_OF_ERF
 
 
 @triton.jit
-def _parameter(part: tl.tensor, channel: tl.tensor, channels: tl.tensor, per_channel: tl.constexpr) -> tl.tensor:
+def _parameter(pointer: tl.tensor, channel: tl.tensor, channels: tl.tensor, per_channel: tl.constexpr) -> tl.tensor:
     """Load a parameter in float32: one number per channel, or one for all."""
     if per_channel:
-        return tl.load(part + channel, mask=channel < channels, other=0).to(tl.float32)
+        return tl.load(pointer + channel, mask=channel < channels, other=0).to(tl.float32)
     else:
-        return tl.load(part).to(tl.float32)
+        return tl.load(pointer).to(tl.float32)
 
 
 @triton.jit

@@ -27,11 +27,11 @@ def example_of(model: nn.Module, replaced: bool) -> _Example:
     if isinstance(expression := getattr(model, "remade_by", None), str):
         return _swapped(expression, expression.partition(".")[0]), None
     if library == "transformers":
-        example = _of_transformers(model, replaced)
+        example = _transformers_example(model, replaced)
     elif library == "timm":
-        example = _of_timm(model)
+        example = _timm_example(model)
     elif library == "diffusers":
-        example = _of_diffusers(model)
+        example = _diffusers_example(model)
     return example or (f"{_swapped('network')}  # network: as it was before the swap, with any weights", None)
 
 
@@ -46,9 +46,9 @@ def _is_public(model: object, library: str) -> bool:
     return name.isidentifier() and name in dir(sys.modules[library]) and not name.startswith("_")
 
 
-def _of_transformers(model: Any, replaced: bool) -> _Example | None:
+def _transformers_example(model: Any, replaced: bool) -> _Example | None:
     config: Any = getattr(model, "config", None)
-    if not (hasattr(config, "to_json_string") and all(_is_public(part, "transformers") for part in (model, config))):
+    if not (hasattr(config, "to_json_string") and all(_is_public(used, "transformers") for used in (model, config))):
         return None
     name, facts = type(model).__name__, json.loads(config.to_json_string())
     for key in ("auto_map", "_name_or_path"):
@@ -64,7 +64,7 @@ def _of_transformers(model: Any, replaced: bool) -> _Example | None:
     return f'{registered}; network = transformers.AutoModel.from_pretrained("FOLDER")', facts
 
 
-def _of_timm(model: Any) -> _Example | None:
+def _timm_example(model: Any) -> _Example | None:
     weights = dict(getattr(model, "pretrained_cfg", None) or {})
     architecture = weights.pop("architecture", None)
     if not isinstance(architecture, str) or not hasattr(model, "num_classes"):
@@ -75,7 +75,7 @@ def _of_timm(model: Any) -> _Example | None:
     return _swapped('timm.create_model("local-dir:FOLDER")', "timm"), facts | {"pretrained_cfg": _plain(kept)}
 
 
-def _of_diffusers(model: Any) -> _Example | None:
+def _diffusers_example(model: Any) -> _Example | None:
     if not _is_public(model, "diffusers") or not hasattr(model, "to_json_string"):
         return None
     name, facts = f"diffusers.{type(model).__name__}", json.loads(model.to_json_string())

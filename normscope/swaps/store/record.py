@@ -90,10 +90,10 @@ class SwapRecord:
     def description(self) -> str:
         healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
         kept = f", {count(len(self.kept), 'norm')} kept" if self.kept else ""
-        return f"{self.place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
+        return f"{self.change}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
 
     @property
-    def place(self) -> str:
+    def change(self) -> str:
         """The function, and the number of norms that it replaces."""
         return f"{self.func} in place of {count(len(self.sites), 'norm')}" if self.sites else self.func
 

@@ -226,8 +226,8 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     storages: set[int] = set()
     for name, value in gathered_state(model).items():
         if not isinstance(value, Tensor) or value.is_meta:
-            what = "on the meta device, without values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ModelError(f"The network's {name} is {what}; only tensors with values can be written.")
+            state = "on the meta device, without values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ModelError(f"The network's {name} is {state}; only tensors with values can be written.")
         storage = value.untyped_storage().data_ptr()
         view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
         if value.numel() and view in names:
@@ -266,9 +266,9 @@ def _module(
         raise ModelError(
             f"The swap in {folder} replaces {site.name}, but this {type(model).__name__} has no such module."
         ) from error
-    name, there = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
-    if name != there:
-        raise ModelError(f"The swap in {folder} replaced a {name} at {site.name}, where this network has a {there}.")
+    name, present = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
+    if name != present:
+        raise ModelError(f"The swap in {folder} replaced a {name} at {site.name}, where this network has a {present}.")
     _check_shape(site, tensors, folder)
     shape, axis = site.normalized_shape, site.channel_axis
     affine, bias = site.elementwise_affine, site.bias
@@ -288,7 +288,7 @@ def _module(
         if site.activated:
             kind = kind_of(norm) or ancestor_kind(norm)
             if kind is None or kind.activation is None:
-                raise ModelError(f"The swap in {folder} activates at {site.name}, where a {there} does not.")
+                raise ModelError(f"The swap in {folder} activates at {site.name}, where a {present} does not.")
             function.also_activate(norm)
     like = model_tensor(norm, where)
     vars(module).update({name: getattr(site, name) for name in BEHAVIOUR})
@@ -300,15 +300,14 @@ def _check_shape(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path)
     for name, present in (("weight", site.elementwise_affine), ("alpha", site.per_channel), ("bias", site.bias)):
         tensor = tensors.get(f"{site.name}.{name}")
         if present and (tensor is None or tensor.shape != site.normalized_shape):
-            what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {site.normalized_shape}"
-            raise damaged(folder, f"{site.name}.{name} is {what}")
+            shape = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {site.normalized_shape}"
+            raise damaged(folder, f"{site.name}.{name} is {shape}")
 
 
 def _table(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> Curve:
-    parts = [tensors.get(f"{site.name}.table.{name}") for name in ("at", "mean", "slopes")]
-    at, mean, slopes = (torch.zeros(0) if part is None else part for part in parts)
+    at, mean, slopes = (tensors.get(f"{site.name}.table.{name}", torch.zeros(0)) for name in ("at", "mean", "slopes"))
     sizes = at.ndim == 1 and len(at) > 0 and mean.shape == at.shape and slopes.shape == (len(at) + 1,)
-    numbers = all(part.is_floating_point() and bool(part.isfinite().all()) for part in (at, mean, slopes))
+    numbers = all(v.is_floating_point() and bool(v.isfinite().all()) for v in (at, mean, slopes))
     if not sizes or not numbers or not bool((at.diff() > 0).all()):
         raise damaged(folder, f"the table of {site.name} is no function: points of ascending x, and slopes")
     return curve_along(Piecewise(at.double().numpy(), mean.double().numpy(), float(slopes[0])))

@@ -81,7 +81,7 @@ def bench(
     torch.utils.benchmark on the CPU and triton.testing.do_bench on CUDA.
 
     Args:
-        model: a result of :func:`normscope.load`, or any module; it is left as found, to the bit.
+        model: a result of :func:`normscope.load`, or any module; it does not change.
         batch: the input, on the network's device and in its dtype. None for a loaded model's first batch; on a CPU, for
             that batch's first sample.
         curves: names of curves that need no fit.
@@ -120,8 +120,8 @@ def bench(
     rows: list[Timing] = []
     with restoring(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
-        found = find_norms(inner, batch)
-        report = replace(found, sites=replaceable(found.sites))
+        network_norms = find_norms(inner, batch)
+        report = replace(network_norms, sites=replaceable(network_norms.sites))
         candidates = variants(inner, report.sites, curves)
         check_kernels([module for variant in candidates for module in variant.modules.values()])
         shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
@@ -134,7 +134,7 @@ def bench(
             cases = network_cases(inner, batch, outputs, candidates, shapes, ways, passes)
             rows += sampled(cases, device, rounds) if ways == _WAYS[0] else compiled_one_by_one(cases, device, rounds)
     left_out = [] if full else ["Left to --full: the whole network compiled, and forward + backward."]
-    if left := why_not_replaced(found.sites):
+    if left := why_not_replaced(network_norms.sites):
         left_out.insert(0, f"Not all norms are replaced: {left}.")
     if device.type == "cuda" and not any(row.way == "fused" for row in rows):
         reason = choice.why_not_on(device) or "there is none for these functions in this dtype"
@@ -238,8 +238,8 @@ def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes) -> bool:
     """
     if not isinstance(module, PointwiseFunction) or module.curve.function_name not in choice.CURVES:
         return False
-    what = (module.curve.function_name, module.alpha.device, module.alpha.dtype)
-    return choice.by_kernels(*what) or (passes == "forward" and choice.loop_for(*what, math.prod(shape)) is not None)
+    key = (module.curve.function_name, module.alpha.device, module.alpha.dtype)
+    return choice.by_kernels(*key) or (passes == "forward" and choice.loop_for(*key, math.prod(shape)) is not None)
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def network_cases(
     """Return the cases of the whole network; ``shapes`` are of each norm's input."""
     values = (*batch.args, *batch.kwargs.values())
     shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
-    dtype = next((part.dtype for part in model.parameters() if part.is_floating_point()), torch.float32)
+    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
     called = cast(nn.Module, torch.compile(model, dynamic=False)) if "compile" in ways else model
 
     @contextlib.contextmanager
@@ -340,7 +340,7 @@ def require_gradients(module: nn.Module) -> list[Tensor]:
 
 def _without_hooks(module: nn.Module) -> nn.Module:
     """Return a copy that does not run the hooks of the network, nor copy what they refer to."""
-    hooks = [getattr(part, name) for part in module.modules() for name in (*PRE_HOOKS, *HOOKS)]
+    hooks = [getattr(owner, name) for owner in module.modules() for name in (*PRE_HOOKS, *HOOKS)]
     return copy.deepcopy(module, {id(registered): OrderedDict() for registered in hooks})
 
 

@@ -102,7 +102,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
         y += _GAP + 1
     ax.set_xlim(0, right)
     ax.set_ylim(height - 0.3, -0.6)
-    ax.set_yticks([place for place, _ in labels], [name for _, name in labels], parse_math=False)
+    ax.set_yticks([y for y, _ in labels], [name for _, name in labels], parse_math=False)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(4))

@@ -27,7 +27,7 @@ def plot_healing(report: HealReport, **options: Unpack[FigureOptions]) -> Figure
     Left, the training: its loss between checks, and the median drift at each check on validation inputs, with a
     filled marker if the state was kept; dashed, the median before training. Right, the held-out inputs: medians and
     bars from the 10th to the 90th percentile, filled for the state that the network was left in. A training at whose
-    checks no state was kept has no state of its own there.
+    checks no state was kept is not shown there.
 
     Args:
         report: what :func:`normscope.heal` returned.
@@ -81,16 +81,16 @@ def _draw_course(losses: Axes, course: Axes, report: HealReport, look: dict[str,
 
 
 def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict[str, Any], theme: Style) -> None:
-    for place, stage in enumerate(stages):
+    for x, stage in enumerate(stages):
         quantiles = report.drifts[stage]
         if not all(math.isfinite(value) for value in quantiles.values()):
             at: Any = ("data", "axes fraction")
-            ax.annotate("not finite", (place, 0.02), xycoords=at, ha="center", fontsize=LEAST_POINTS)
+            ax.annotate("not finite", (x, 0.02), xycoords=at, ha="center", fontsize=LEAST_POINTS)
             continue
-        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=look["color"], lw=1.2, zorder=2)
+        ax.plot([x, x], [quantiles["p10"], quantiles["p90"]], color=look["color"], lw=1.2, zorder=2)
         face = look["color"] if stage == report.left_with else theme.background
-        ax.plot([place], [quantiles["median"]], mfc=face, zorder=3, **look)
-        at, beside = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS}
+        ax.plot([x], [quantiles["median"]], mfc=face, zorder=3, **look)
+        at, beside = (x, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS}
         write_at(ax, plain(quantiles["median"], 3), at, (5, 0), "data", **beside)
     ax.set_ylabel(f"{with_unit(report.measure)},\n{report.n_held_out} held-out inputs")
     if not scale_where_wide(ax):

@@ -80,7 +80,7 @@ def heal(
     swapped sites. Point-wise functions get a weight and a bias for each channel, and are trained by their slope,
     weight · α, and log α. A fourth of the inputs to learn from decides which state is kept: start, calibrated, or at a
     check of the training. It is the one with the least median error, if its 90th percentile does not exceed the
-    start's. By the same rule on the held-out inputs, the network is left with the best stage.
+    start's. The held-out inputs decide nothing: they only report the drift.
 
     Args:
         original: the network: the result of :func:`normscope.load`, or any module; it does not change.
@@ -106,7 +106,7 @@ def heal(
         checked: called with each :class:`TrainingCheck`, a dozen times over the training.
 
     Returns:
-        A :class:`HealReport`. Training flags, grad mode and RNG states are left as found. On a CPU with the same
+        A :class:`HealReport`. Training flags, grad mode and RNG states are restored. On a CPU with the same
         number of threads, the same call with a number of steps gives the same bits, interrupted or not.
 
     Raises:
@@ -154,9 +154,9 @@ def heal(
     if path is not None:
         check_asked(path, asked or {})
     meter.add("original", teacher)
-    judging = time.monotonic()
+    measuring = time.monotonic()
     meter.add("swapped", student)
-    until = began + 60 * minutes - (time.monotonic() - judging) if minutes else None  # healed, it is judged once more
+    until = began + 60 * minutes - (time.monotonic() - measuring) if minutes else None  # the healed one follows
     learned, left_out = kept_in_memory(batches)
     options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
     options["steps"] = STEPS if steps is None and minutes is None else steps
@@ -179,7 +179,7 @@ def heal(
         no_quality=meter.no_quality,
         about=about,
         measure=measure_of(outputs.kind),
-        before_training=state.before_training,
+        before_training=state.before_training if math.isfinite(state.before_training) else None,
     )
 
 
@@ -230,7 +230,7 @@ class _Healing:
         self._validation_errors = OutputErrors(self.original, self.pool.by_length().validation, self.outputs)
         functions = [module for module in self.swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
-            function.give_each_channel_its_own()
+            function.expand_to_channels()
         self._calibrates = self.options["calibrated"] and bool(functions)
         self._parameters = dict(self.swapped.named_parameters())
         self._measuring = 0.0  # seconds of the measurements after training
@@ -240,7 +240,7 @@ class _Healing:
         return find_norms(self.original, self.pool.learned[0].first_sample()).sites
 
     def run(self, path: Path | None, asked: Mapping[str, Any], until: float | None, checked: Checked) -> TrainingState:
-        """Run the stages that are not done yet, and leave the network in the best of their states.
+        """Run the remaining stages, and leave the network in the best of their states.
 
         Arguments are those of :func:`heal`; a healing by minutes ends at the monotonic time ``until``.
         """
@@ -256,14 +256,11 @@ class _Healing:
             self._calibrate(state, start)
             saved()
         put_parameters(self.swapped, state.tensors["calibrated"])
-        if not state.left_with:
+        if TRAINED not in state.drifts:
             names = self._trained_names()
             with _trainable(self.swapped, names):
                 self._train(state, names, until, saved, checked)
             state.drifts[TRAINED] = _quantiles(self._held_out_errors())
-            high = state.drifts[START]["p90"]
-            allowed = [stage for stage, drift in state.drifts.items() if stage == START or drift["p90"] <= high]
-            state.left_with = min(allowed, key=lambda stage: state.drifts[stage]["median"])
             for group in [group for group in state.tensors if group not in (CALIBRATED, "best")]:
                 del state.tensors[group]
             saved()
@@ -279,7 +276,8 @@ class _Healing:
         errors = self._held_out_errors()
         if not len(errors):
             raise DataError("There is no held-out batch to report the drift of.")
-        state = TrainingState(*self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+        drift, p90 = self._drift()
+        state = TrainingState(drift, p90, drift, {START: _quantiles(errors)}, len(errors))
         self._measuring = time.monotonic() - began
         return state
 
@@ -290,7 +288,8 @@ class _Healing:
         state.not_refitted = dict(report.left)
         changed = {name: v for name, v in self._parameters.items() if not torch.equal(v, start[name])}
         state.tensors["calibrated"] = copies(changed)
-        state.drift, _ = self._drift()
+        state.before_training, p90 = self._drift()
+        state.keep_if_best(CALIBRATED, state.before_training, p90)
         state.drifts[CALIBRATED] = _quantiles(self._held_out_errors())
 
     def _train(
@@ -306,18 +305,17 @@ class _Healing:
         except ModelError:  # other modules than known norms may be replaced
             tokens = []
         at_once = max(1, min(SAMPLES_A_STEP, _TOKENS_A_STEP // max([1, *tokens])))
-        of_steps = steps_of(self.pool.learned, at_once, min(at_once, _SAMPLES_APART))
-        targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, of_steps)
+        steps = steps_of(self.pool.learned, at_once, min(at_once, _SAMPLES_APART))
+        targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, steps)
         trained = TrainedParameters(self.swapped, names)
         if not state.tensors["best"]:
             state.tensors["best"] = copies(trained.parameters)
-            state.before_training = state.drift if math.isfinite(state.drift) else None
             if until is not None:
                 state.budget = until - self._measuring - time.monotonic()
             saved()
 
         def gradients(step: int) -> float:
-            return targets.gradients(drawn(self.options["seed"], step, number=len(of_steps)))
+            return targets.gradients(drawn(self.options["seed"], step, number=len(steps)))
 
         shapes = (getattr(submodule(self.swapped, path), "normalized_shape", (1,)) for path in self.sites)
         schedule = (state, trained, max(map(math.prod, shapes)), self.options["steps"])
@@ -327,11 +325,7 @@ class _Healing:
         train = self.options["train"]
         if train == ALL:
             embeddings = {id(module.weight) for module in self.swapped.modules() if isinstance(module, _EMBEDDINGS)}
-            return [
-                name
-                for name, parameter in self._parameters.items()
-                if parameter.is_floating_point() and id(parameter) not in embeddings
-            ]
+            return [name for name, parameter in self._parameters.items() if id(parameter) not in embeddings]
         paths = list(self.sites)
         if train == NEIGHBOURS:
             near = neighbours_of(self.original, self._norms, self.sites, self.pool.learned[0])
@@ -355,7 +349,7 @@ class _Healing:
         return errors["median"], errors["p90"]
 
     def _held_out_errors(self) -> Tensor:
-        batches = (part for batch in as_batches(self.reported) for part in by_length(batch, len(batch.samples)))
+        batches = (alike for batch in as_batches(self.reported) for alike in by_length(batch, len(batch.samples)))
         return output_errors(self.original, self.swapped, batches, self.outputs)
 
 

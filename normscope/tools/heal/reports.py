@@ -38,8 +38,8 @@ class HealReport(AboutNetwork):
         drifts: ``p10``, ``median`` and ``p90`` on the held-out inputs, at the ``start`` and after each stage,
             ``calibrated`` and ``trained``; ∞ for outputs that were not finite. ``trained`` is the best state of the
             training; if no check was ``kept``, that is the state before the first step.
-        left_with: stage that the network is in: the least held-out median whose 90th percentile is not above the
-            start's.
+        left_with: stage that the network is in: the least median on the inputs that decide, whose 90th percentile is
+            not above the start's. The held-out drifts have no part in it.
         checks: the course of the training.
         steps: number of training steps.
         train: trained weights: ``norms``, ``neighbours`` or ``all``.
@@ -80,7 +80,7 @@ class HealReport(AboutNetwork):
 
     @property
     def restored(self) -> bool:
-        """True if the network has its start values, because nothing lowered the held-out median."""
+        """True if the network has its start values, because no state was better on the inputs that decide."""
         return self.left_with == START
 
     @property

@@ -28,7 +28,7 @@ def healing_table(report: HealReport) -> TextTable:
     ]
     caption = [
         f"{report.measure} at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
-        f"{report.n_learned}, and {report.n_judged} others decided which state of the training was kept"
+        f"{report.n_learned}, and {report.n_judged} others decided which state was kept"
     ]
     return table_of(report.drifts, columns, caption=caption)
 

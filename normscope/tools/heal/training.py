@@ -27,7 +27,7 @@ from normscope.swaps.calibrate.refitting import copies, put_parameters
 from normscope.swaps.output_errors import KL, kl_divergences, measure_of, without_padding
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import outputs_at
-from normscope.tools.heal.reports import TrainingCheck
+from normscope.tools.heal.reports import START, TRAINED, TrainingCheck
 
 STAGE = "train"
 CHECKS = 12  # of the drift, over the whole schedule
@@ -39,7 +39,7 @@ _CLIP = 1.0
 _LEAST_ALPHA = 1e-6  # in place of α = 0, which passes no gradient to the weight
 _LEAST_KL = 1e-12  # below which only rounding is left
 MOST_TARGET_BYTES = 4 * 2**30  # of targets kept in memory
-_FORMAT, _VERSION = "normscope-healing", 6
+_FORMAT, _VERSION = "normscope-healing", 7
 _AGAIN = "remove it to begin anew, as `normscope heal --restart` does"
 
 Values = dict[str, Tensor]  # by parameter name
@@ -53,10 +53,9 @@ class TrainingState:
 
     Attributes:
         drift: least median so far, on the inputs that decide.
-        before_training: that before the first training step; None if not finite.
         most_p90: 90th percentile there with the start values, which no kept state exceeds.
-        drifts, n_held_out, not_refitted, checks: as in :class:`normscope.tools.heal.reports.HealReport`.
-        left_with: likewise; empty until all is done.
+        before_training: median there before the first training step.
+        drifts, n_held_out, not_refitted, left_with, checks: as in :class:`normscope.tools.heal.reports.HealReport`.
         budget: seconds for the training; None with a number of steps, and before it begins.
         seconds: duration of the training until the last check.
         step: number of steps done.
@@ -66,22 +65,28 @@ class TrainingState:
     """
 
     drift: float
-    most_p90: float = math.inf
-    drifts: dict[str, dict[str, float]] = field(default_factory=dict)
-    n_held_out: int = 0
+    most_p90: float
+    before_training: float
+    drifts: dict[str, dict[str, float]]
+    n_held_out: int
     not_refitted: dict[str, str] = field(default_factory=dict)
-    before_training: float | None = None
+    left_with: str = START
     budget: float | None = None
     seconds: float = 0.0
     step: int = 0
     checks: list[TrainingCheck] = field(default_factory=list)
-    left_with: str = ""
     tensors: defaultdict[str, Values] = field(default_factory=lambda: defaultdict(dict))
+
+    def keep_if_best(self, stage: str, drift: float, p90: float) -> bool:
+        """Keep the present state of a stage, and return True, if it is the best so far."""
+        best = drift < self.drift and p90 <= self.most_p90
+        if best:
+            self.drift, self.left_with = drift, stage
+        return best
 
     def check(self, drift: float, p90: float, loss: float) -> TrainingCheck:
         """Add a check, and keep the state if it is the best so far."""
-        kept = drift < self.drift and p90 <= self.most_p90
-        self.drift = drift if kept else self.drift
+        kept = self.keep_if_best(TRAINED, drift, p90)
         finite_loss, finite_drift = (value if math.isfinite(value) else None for value in (loss, drift))
         self.checks.append(TrainingCheck(self.step, finite_loss, finite_drift, kept))
         return self.checks[-1]
@@ -109,7 +114,7 @@ class TrainingState:
         header, tensors = read_checked(path, _FORMAT, _VERSION, _AGAIN)
         for name, before, value in _differing(header.get("settings"), settings):
             short = value is None or isinstance(value, (int, float))  # unlike a list of sites, or a hash
-            raise _of_another(path, f"its {name} is {before!r:.60}, not {value}" if short else f"other {name}")
+            raise _different(path, f"its {name} is {before!r:.60}, not {value}" if short else f"other {name}")
         try:
             course = header["course"]
             state = cls(**{**course, "checks": [TrainingCheck(**check) for check in course["checks"]]})
@@ -131,7 +136,7 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
     if path.exists():
         header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
         for name, before, value in _differing(header.get("asked"), asked):
-            raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
+            raise _different(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
 
 
 def _differing(stored: Any, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -139,7 +144,7 @@ def _differing(stored: Any, settings: Mapping[str, Any]) -> Iterator[tuple[str, 
     return ((name, before.get(name), value) for name, value in settings.items() if before.get(name) != value)
 
 
-def _of_another(path: Path, difference: str) -> UsageError:
+def _different(path: Path, difference: str) -> UsageError:
     return UsageError(f"{path} is of another healing: {difference}; {_AGAIN}, or name another.")
 
 
@@ -291,14 +296,14 @@ class TrainedParameters:
             if weight.grad is None or alpha.grad is None:
                 continue
             # With log α, s = αc grows and the weight, v/α, falls.
-            of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
+            log_alpha_grad = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
             if self._has_shift(prefix):
                 shift = self.parameters[f"{prefix}shift"]
-                of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
-                self.tensors[f"{prefix}shift"].grad = of_shift * alpha
-                of_log = of_log + shift * of_shift
+                shift_grad = torch.zeros_like(shift) if shift.grad is None else shift.grad
+                self.tensors[f"{prefix}shift"].grad = shift_grad * alpha
+                log_alpha_grad = log_alpha_grad + shift * shift_grad
             self.tensors[f"{prefix}weight"].grad = weight.grad / alpha
-            self.tensors[f"{prefix}alpha"].grad = of_log
+            self.tensors[f"{prefix}alpha"].grad = log_alpha_grad
 
     def clear_gradients(self) -> None:
         for tensor in (*self.parameters.values(), *self.tensors.values()):
@@ -330,10 +335,10 @@ class TrainingTargets:
             return self._kept[number]
         targets: list[Target] = []
         for batch in self.batches[number]:
-            with outputs_at(self.original, self.sites) as of_sites, torch.no_grad():
+            with outputs_at(self.original, self.sites) as site_outputs, torch.no_grad():
                 output = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
             self._buffers[0].restore()
-            targets.append((output, of_sites))
+            targets.append((output, site_outputs))
         size = sum(tensor.nbytes for tensor in tensors_of(targets))
         if size <= self._bytes_left:
             self._bytes_left -= size
@@ -357,18 +362,18 @@ class TrainingTargets:
         return total
 
     def _loss(self, batch: Batch, target: Target) -> Tensor:
-        with outputs_at(self.swapped, self.sites) as of_sites:
+        with outputs_at(self.swapped, self.sites) as site_outputs:
             output = self.outputs.read(run(self.swapped, batch), batch)
-        at_sites = [
-            pooled_loss(at_site, original, batch.valid_at(path))
+        site_losses = [
+            pooled_loss(site_output, original, batch.valid_at(path))
             for path, calls in target[1].items()
-            for at_site, original in zip(of_sites[path], calls, strict=True)
+            for site_output, original in zip(site_outputs[path], calls, strict=True)
         ]
         if measure_of(self.outputs.kind) == KL:
             loss = kl_divergences(output, target[0], batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
         else:
             loss = pooled_loss(output, target[0], batch.valid)
-        return loss + torch.stack(at_sites).mean() if at_sites else loss
+        return loss + torch.stack(site_losses).mean() if site_losses else loss
 
 
 def pooled_loss(output: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
@@ -388,9 +393,9 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
     [[torch.Size([3, 3])], [torch.Size([1, 4]), torch.Size([1, 3])]]
     """
     steps: list[list[Batch]] = []
-    for batch in (part for whole in batches for part in by_length(whole, apart)):
+    for batch in (similar for padded in batches for similar in by_length(padded, apart)):
         last = steps[-1] if steps else []
-        samples = sum(len(part.samples) for part in last)
+        samples = sum(len(earlier.samples) for earlier in last)
         both = joined([*last, batch]) if len(last) == 1 and samples < at_once and batch.valid is None else []
         if len(both) == 1:
             steps[-1] = both

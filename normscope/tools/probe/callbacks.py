@@ -65,18 +65,18 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
 
     class LightningProbe(package.Callback):  # type: ignore[name-defined,misc]
         probe: Probe
-        done = 0
+        last_step = 0
 
         def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-            self.probe, self.done = Probe(model or pl_module, batch, **options), trainer.global_step
-            if not self.done:  # otherwise resumed: the file has that record
+            self.probe, self.last_step = Probe(model or pl_module, batch, **options), trainer.global_step
+            if not self.last_step:  # otherwise resumed: the file has that record
                 self.probe.run()
 
         def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, *_: Any) -> None:
-            if trainer.global_step == self.done:  # gradients are being accumulated
+            if trainer.global_step == self.last_step:  # gradients are being accumulated
                 return
-            self.done = trainer.global_step
+            self.last_step = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, dict) else None  # divided by the number of accumulations
-            self.probe.step(loss=None if loss is None else loss * trainer.accumulate_grad_batches, step=self.done)
+            self.probe.step(loss=None if loss is None else loss * trainer.accumulate_grad_batches, step=self.last_step)
 
     return LightningProbe()

@@ -72,7 +72,7 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
     theme = theme_of(options)
     panels, handles = _panels(timeline, theme, options)
     if not panels:
-        raise DataError("No site of the timeline has a finite number, so that there is nothing to draw.")
+        raise DataError("No site of the timeline has a finite number, so that present is nothing to draw.")
     columns = columns_of(options, len(panels), _LEAST_PANEL, _COLUMNS)
     rows = math.ceil(len(panels) / columns)
     inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES * columns)
@@ -112,7 +112,7 @@ def _panels(
     handles: list[Artist] = []
     panels: dict[str, Callable[[Axes], object]] = {}
     for title, values in numbers.items():
-        alike = [of_curve for name, of_curve in numbers.items() if name.split(" of ")[0] == title.split(" of ")[0]]
+        alike = [array for name, array in numbers.items() if name.split(" of ")[0] == title.split(" of ")[0]]
         draw = functools.partial(_draw_map, alike=np.array(alike), names=[*names.values()], style=theme)
         if few is timeline:
             draw = functools.partial(_draw_lines, colours=colours)
@@ -127,22 +127,22 @@ def _panels(
         panels["α and 1/std(x)"] = functools.partial(_draw_lines, steps=few.steps, values=both, **looks)
         panels[_SATURATED] = functools.partial(_draw_shares, timeline=timeline, theme=theme)
         handles += [key("α", theme.ink), key("1/std(x)", theme.ink, _DASHED)]
-        handles += [key(label, theme.channels[place]) for place, label in enumerate(_SHARES.values())]
+        handles += [key(label, colour) for label, colour in zip(_SHARES.values(), theme.channels, strict=False)]
     return panels, handles
 
 
 def _numbers(timeline: Timeline) -> dict[str, Array]:
     """Return the numbers of all sites that have any, ``(records, sites)``, by the titles of their panels."""
     norms = np.array([site.curve is None for site in timeline.sites])
-    of_curves = {
+    fitted = {
         f"{title} of {curve}": np.where(norms, timeline.values(f"{metric}/{curve}"), np.nan)
         for title, metric in (("R²", "r2"), ("α", "alpha"))
         for curve in timeline.curves
     }
     alpha = timeline.values("module_alpha")
-    of_functions = {"α": alpha, "α·std(x)": alpha / timeline.values("inverse_std")}
-    of_sites = {title: timeline.values(metric) for metric, title in _SITES.items()}
-    return {title: v for title, v in (of_curves | of_functions | of_sites).items() if np.isfinite(v).any()}
+    functions = {"α": alpha, "α·std(x)": alpha / timeline.values("inverse_std")}
+    sites = {title: timeline.values(metric) for metric, title in _SITES.items()}
+    return {title: v for title, v in (fitted | functions | sites).items() if np.isfinite(v).any()}
 
 
 def _draw_lines(
@@ -150,8 +150,8 @@ def _draw_lines(
 ) -> None:
     """Draw a line per column of values, with a marker at each probe if they are not many."""
     marker = "o" if len(values) <= _MARKED else ""
-    for of_site, colour, ls in zip(values.T, colours, itertools.cycle(dashes), strict=False):
-        ax.plot(steps, of_site, color=colour, ls=ls, lw=1.0, marker=marker, ms=2.2)
+    for column, colour, ls in zip(values.T, colours, itertools.cycle(dashes), strict=False):
+        ax.plot(steps, column, color=colour, ls=ls, lw=1.0, marker=marker, ms=2.2)
 
 
 def _label(ax: Axes, title: str, steps: NDArray[np.int64], theme: Style) -> None:
@@ -169,10 +169,10 @@ def _label(ax: Axes, title: str, steps: NDArray[np.int64], theme: Style) -> None
 def _draw_shares(ax: Axes, timeline: Timeline, theme: Style) -> None:
     for share, colour in zip(_SHARES, theme.channels, strict=False):
         percent = 100 * timeline.values(share)
-        there = np.isfinite(percent).any(axis=1)
-        low, median, high = np.nanquantile(percent[there], (0, 0.5, 1), axis=1)
-        ax.fill_between(timeline.steps[there], low, high, color=colour, alpha=0.15, lw=0)
-        _draw_lines(ax, timeline.steps[there], median[:, None], [colour])
+        present = np.isfinite(percent).any(axis=1)
+        low, median, high = np.nanquantile(percent[present], (0, 0.5, 1), axis=1)
+        ax.fill_between(timeline.steps[present], low, high, color=colour, alpha=0.15, lw=0)
+        _draw_lines(ax, timeline.steps[present], median[:, None], [colour])
 
 
 def _draw_map(ax: Axes, steps: NDArray[np.int64], values: Array, alike: Array, names: list[str], style: Style) -> None:
@@ -220,25 +220,25 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
         for record in records:
             path = shown.capture_of(record)
             stats = load_capture(path).stats if path else {}
-            for place, (ax, site) in enumerate(zip(axes.flat, shown.sites, strict=False)):
-                x, y, dashes = _scurve(shown, record, place, stats.get(site.name), inches / columns)
+            for number, (ax, site) in enumerate(zip(axes.flat, shown.sites, strict=False)):
+                x, y, dashes = _scurve(shown, record, number, stats.get(site.name), inches / columns)
                 ax.plot(x, y, color=colours(norm(shown.steps[record])), ls=dashes, lw=1.1)
-        for place, ax in enumerate(axes.flat):
-            ax.set_visible(place < len(shown.sites))
+        for number, ax in enumerate(axes.flat):
+            ax.set_visible(number < len(shown.sites))
             if ax.get_visible():
-                _write_heading(ax, shown, place, names, theme)
-                ax.set_ylabel("" if place % columns else "output y", labelpad=1)
+                _write_heading(ax, shown, number, names, theme)
+                ax.set_ylabel("" if number % columns else "output y", labelpad=1)
         if len(records) > 1:
             look: dict[str, Any] = {"ticks": MaxNLocator(5), "format": "{x:,.0f}", "label": "step"}
             figure.colorbar(ScalarMappable(norm, colours), ax=axes, pad=0.02, aspect=20 * rows, **look)
     return figure
 
 
-def _write_heading(ax: Axes, timeline: Timeline, place: int, names: Mapping[str, str], theme: Style) -> None:
+def _write_heading(ax: Axes, timeline: Timeline, number: int, names: Mapping[str, str], theme: Style) -> None:
     """Write a site's name, and its R² or α at the first and the last step."""
-    site = timeline.sites[place]
+    site = timeline.sites[number]
     name, metric = ("α", "module_alpha") if site.curve else ("R²", f"r2/{timeline.curves[0]}")
-    ends = [written(value, ".3f") for value in timeline.values(metric)[[0, -1], place]]
+    ends = [written(value, ".3f") for value in timeline.values(metric)[[0, -1], number]]
     pad = write_above(ax, [[(f"{name} {' → '.join(dict.fromkeys(ends))}", theme.ink)]])
     ax.set_title(names[site.name], loc="left", y=1, pad=pad, parse_math=False)
     ax.xaxis.set_major_locator(MaxNLocator(4))
@@ -246,13 +246,13 @@ def _write_heading(ax: Axes, timeline: Timeline, place: int, names: Mapping[str,
 
 
 def _scurve(
-    timeline: Timeline, record: int, place: int, stats: PairStats | None, inches: float
+    timeline: Timeline, record: int, number: int, stats: PairStats | None, inches: float
 ) -> tuple[Array, Array, Any]:
     """Return x, y and dashes of a site's S-curve at one step; empty where neither pairs nor a fit are known."""
-    own = timeline.sites[place].curve
-    curve = own if own in timeline.curves else timeline.curves[0]
+    curve = timeline.sites[number].curve
+    curve = curve if curve in timeline.curves else timeline.curves[0]
     metrics = ("low", "high", *(f"{name}/{curve}" for name in ("amplitude", "alpha", "shift", "slope", "at_zero")))
-    low, high, amplitude, alpha, shift, slope, at_zero = (timeline.values(name)[record, place] for name in metrics)
+    low, high, amplitude, alpha, shift, slope, at_zero = (timeline.values(name)[record, number] for name in metrics)
     if not low < high:
         return np.empty(0), np.empty(0), "-"
     if stats is not None:

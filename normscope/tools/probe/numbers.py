@@ -20,7 +20,7 @@ from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.magnitudes import of_pairs, of_tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.tools.probe.timeline import OF_CURVES, OF_NORMS, OF_POINTWISE, OF_SITES
+from normscope.tools.probe.timeline import CURVE_METRICS, NORM_METRICS, POINTWISE_METRICS, SITE_METRICS
 
 FORM = FitForm()  # A, α and s are free, as normscope.fit has them
 _LOW, _HIGH = 0.005, 0.995  # shares of the pairs below the percentiles of x
@@ -39,29 +39,29 @@ def numbers_of(capture: Capture, sites: Sequence[NormSite], curves: Sequence[Cur
         sites: all sites of the run, in order; the capture may lack some of them.
         curves: to fit to each.
     """
-    of_sites: dict[str, Numbers] = {site.name: {} for site in sites}
+    site_numbers: dict[str, Numbers] = {site.name: {} for site in sites}
     targets = []
     for site in capture.sites:
         stats = capture.stats[site.name]
         moments = stats.moments.sum(0, keepdim=True)
         if moments[0, 0].any():
-            of_sites[site.name] |= _of_site(site, stats, moments[0])
+            site_numbers[site.name] |= _numbers_of_site(site, stats, moments[0])
             targets.append(site_target(site, stats, moments))
-    for places, problems in batches(targets):
+    for indices, problems in batches(targets):
         for curve in curves:
-            for place, numbers in zip(places, _of_curve(problems, curve), strict=True):
-                of_sites[targets[place].site] |= numbers
-    names = [f"{name}/{curve.name}" for curve in curves for name in OF_CURVES] + list(OF_SITES)
-    names += OF_NORMS if any(site.pointwise is None for site in sites) else ()
-    names += OF_POINTWISE if any(site.pointwise is not None for site in sites) else ()
-    return {name: [_finite(numbers.get(name)) for numbers in of_sites.values()] for name in names}
+            for index, numbers in zip(indices, _numbers_of_curve(problems, curve), strict=True):
+                site_numbers[targets[index].site] |= numbers
+    names = [f"{name}/{curve.name}" for curve in curves for name in CURVE_METRICS] + list(SITE_METRICS)
+    names += NORM_METRICS if any(site.pointwise is None for site in sites) else ()
+    names += POINTWISE_METRICS if any(site.pointwise is not None for site in sites) else ()
+    return {name: [_finite(numbers.get(name)) for numbers in site_numbers.values()] for name in names}
 
 
 def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _of_site(site: NormSite, stats: PairStats, moments: Tensor) -> Numbers:
+def _numbers_of_site(site: NormSite, stats: PairStats, moments: Tensor) -> Numbers:
     reach, x = stats.reach.double(), of_pairs(moments, signed=True)
     massive = max(MASSIVE_SIZE, MASSIVE_RATIO * of_pairs(moments).quantile(0.5))
     numbers: Numbers = {
@@ -82,7 +82,7 @@ def _of_site(site: NormSite, stats: PairStats, moments: Tensor) -> Numbers:
     return numbers | {"sigma": scale.sigma_p50, "spread": scale.spread, "offset": offset}
 
 
-def _of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
+def _numbers_of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
     """Yield the numbers of one curve at each of several sites."""
     solutions, nodes = solved(problems, curve, FORM), problems.nodes()
     r2 = 1 - nodes.residual(solutions.predicted(curve, nodes.x)) / nodes.total
@@ -92,9 +92,9 @@ def _of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
     at_zero = solutions.amplitude * curve.function(solutions.shift)
     columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, at_zero, bends, bends | line)
     for target, *values, is_bent, has_slope in zip(problems.targets, *(c.tolist() for c in columns), strict=True):
-        r2_of, amplitude, alpha, shift, slope_at_zero, value_at_zero = values
+        value_of_r2, amplitude, alpha, shift, slope_at_zero, value_at_zero = values
         numbers = {
-            "r2": r2_of,
+            "r2": value_of_r2,
             "amplitude": amplitude if is_bent else None,
             "alpha": alpha if is_bent else None,
             "shift": shift if is_bent else None,

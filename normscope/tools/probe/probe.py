@@ -120,7 +120,7 @@ class Probe:
             )
         self.every, self.logger, self.steps = every, logger, 0
         self.capture: Capture | None = None
-        self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
+        self._path, self._keep = (None if name is None else Path(name) for name in (path, keep))
         self._curves = curves_in(curves, FORM)
         self._model, self._ranks = module_of(model), Ranks.of_group(group)
         peers = tensor_parallel_group(self._model)
@@ -138,7 +138,7 @@ class Probe:
         self._report = self._ranks.norms(report)
         self._sites = select(self._report.sites, layers)
         self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
-        n_samples = count(sum(self._ranks.gather(sum(len(each.samples) for each in self._batches))), "sample")
+        n_samples = count(sum(self._ranks.gather(sum(len(batch.samples) for batch in self._batches))), "sample")
         named = {"model": class_of(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
         self._about = named
         self._header = TimelineHeader(
@@ -174,7 +174,7 @@ class Probe:
         device = _device(self._model)
         self._batches = [batch.to(device, None) for batch in self._batches]  # the network may have moved
         dtype, modules = _dtype(self._model, device), list(self._model.modules())
-        compiled = any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in modules)
+        compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in modules)
         self._header = replace(self._header, dtype=dtype, compiled=compiled)
         layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
         seen = captured(self._model, self._batches, layers=layers, about=about, ranks=self._ranks, report=self._report)
@@ -235,8 +235,8 @@ class Probe:
         for name in ("model", "data", "curves", "sites", "captures"):
             theirs, mine = getattr(before, name), getattr(self._header, name)
             if theirs != mine:
-                what = f"the {name} {_short(theirs)}, not {_short(mine)}"
-                raise UsageError(f"{path} is of another run, with {what}. Name another path.")
+                difference = f"the {name} {_short(theirs)}, not {_short(mine)}"
+                raise UsageError(f"{path} is of another run, with {difference}. Name another path.")
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -282,8 +282,8 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
     batches: list[Batch] = []
     left, device = math.inf if samples is None else samples, _device(model)
     with restoring_random_states():
-        for each in as_batches([batch] if samples is None else batch, model, forward):
-            batches.append(each.first(int(min(left, len(each.samples)))).copied().to(device, None))
+        for loaded in as_batches([batch] if samples is None else batch, model, forward):
+            batches.append(loaded.first(int(min(left, len(loaded.samples)))).copied().to(device, None))
             left -= len(batches[-1].samples)
             if left <= 0:
                 break
@@ -295,7 +295,7 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
 def _share(batches: list[Batch], ranks: Ranks) -> list[Batch]:
     """Return this rank's share of batches that all ranks have passed alike; others are shares already."""
     samples = [[sample.data, sample.index] for batch in batches for sample in batch.samples]
-    if ranks.size == 1 or any(others != samples for others in ranks.gather(samples)):
+    if ranks.size == 1 or any(theirs != samples for theirs in ranks.gather(samples)):
         return batches
     if any(len(batch.samples) < ranks.size or not batch.divisible for batch in batches):
         raise UsageError(

@@ -26,20 +26,20 @@ def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ())
 
     def column(heading: str, metric: str, form: str, drop: int = 0) -> Column[_Row]:
         def cell(row: _Row) -> str:
-            place, curve = row
-            return _ARROW.join(number(v, form) for v in timeline.values(metric.format(curve))[timeline.ends, place])
+            site, curve = row
+            return _ARROW.join(number(v, form) for v in timeline.values(metric.format(curve))[timeline.ends, site])
 
         return Column(heading, cell, drop=drop)
 
     def name(row: _Row) -> str:
         return timeline.sites[row[0]].name
 
-    ceilings = [{fit.site: fit.r2_ceiling for fit in of_step} for of_step in fits[: len(timeline.ends)]]
+    ceilings = [{fit.site: fit.r2_ceiling for fit in step_fits} for step_fits in fits[: len(timeline.ends)]]
 
     def ceiling(row: _Row) -> str:
-        return _ARROW.join(number(of_sites.get(name(row)), ".3f") for of_sites in ceilings)
+        return _ARROW.join(number(site_ceilings.get(name(row)), ".3f") for site_ceilings in ceilings)
 
-    of_norms: list[Column[_Row]] = [
+    norm_columns: list[Column[_Row]] = [
         names("site", name, once=True),
         words("curve", lambda row: row[1]),
         column("R²", "r2/{}", ".3f"),
@@ -51,7 +51,7 @@ def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ())
         column("max |x|", "largest", ".4g"),
         column("massive", "massive", ".0f", drop=2),
     ]
-    of_functions: list[Column[_Row]] = [
+    function_columns: list[Column[_Row]] = [
         names("site", name),
         words("f", lambda row: row[1], 1),
         column("α", "module_alpha", ".3g"),
@@ -63,5 +63,5 @@ def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ())
     functions = [(n, site.curve) for n, site in enumerate(timeline.sites) if site.curve]
     steps = _ARROW.join(f"step {step:,}" for step in timeline.steps[timeline.ends])
     caption = [f"{steps}, of {count(len(timeline.steps), 'step')} · {NONE}: not identified, or none"]
-    tables = ((norms, of_norms), (functions, of_functions))
+    tables = ((norms, norm_columns), (functions, function_columns))
     return [table_of(rows, columns, caption=caption, about="timeline") for rows, columns in tables if rows]

@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 FORMAT = 1
 _DIGITS = 6  # significant, of the numbers in a file
 
-OF_CURVES = {  # of each curve y ≈ A·f(αx + s), as r2/tanh
+CURVE_METRICS = {  # of each curve y ≈ A·f(αx + s), as r2/tanh
     "r2": "R² over all pairs",
     "amplitude": "A; none, like α and s, where the pairs do not identify them",
     "alpha": "α, in units of 1/x",
@@ -32,19 +32,19 @@ OF_CURVES = {  # of each curve y ≈ A·f(αx + s), as r2/tanh
     "at_zero": "value of the curve at x = 0",
     "beyond": "share of pairs beyond the bend, |αx + s| > 1",
 }
-OF_SITES = {
+SITE_METRICS = {
     "low": "0.5th percentile of x over all pairs",
     "high": "99.5th percentile of x",
     "largest": "largest |x|",
     "channel": "channel of the largest |x|",
     "massive": "number of channels with massive activations: |x| > 100 and |x| > 1000 × the median",
 }
-OF_NORMS = {
+NORM_METRICS = {
     "sigma": "median of the tokens' σ",
     "spread": "95th percentile of σ over the 5th",
     "offset": "median of the tokens' |μ|/σ",
 }
-OF_POINTWISE = {  # numbers of its own α and s; the median over channels
+POINTWISE_METRICS = {  # numbers of its own α and s; the median over channels
     "module_alpha": "α of a point-wise function",
     "module_slope": "its slope at x = 0",
     "beyond_1": "share of pairs with |αx + s| > 1",
@@ -188,8 +188,7 @@ class Timeline(TimelineHeader, Tabled):
 
     def values(self, metric: str) -> Array:
         """Return a metric at every record and site, float64 ``(records, sites)``; NaN if the run lacks it."""
-        there = metric in self.numbers
-        return self.numbers[metric] if there else np.full((len(self.steps), len(self.sites)), np.nan)
+        return self.numbers.get(metric, np.full((len(self.steps), len(self.sites)), np.nan))
 
     def only(self, layers: Layers) -> Timeline:
         """Return the timeline of some sites, named or numbered as for :func:`normscope.capture`.

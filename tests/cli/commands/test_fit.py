@@ -42,7 +42,7 @@ def seen(folder):
 def test_json_is_the_result_of_python(folder, seen, arguments, options):
     fits = document(f"fit seen.safetensors {arguments}", cwd=folder)["fits"]
     chosen = seen.only(2) if "--layers" in arguments else seen
-    assert fits == [found.as_dict() for found in normscope.fit(chosen, **options)]
+    assert fits == [fit.as_dict() for fit in normscope.fit(chosen, **options)]
 
 
 def test_tables_explain_fits_and_intervals(folder):
@@ -61,7 +61,7 @@ def test_tables_explain_fits_and_intervals(folder):
 
 def test_slopes_means_and_advice_are_those_of_python(folder, seen):
     slopes = document("fit seen.safetensors --per token", cwd=folder)["slopes"]
-    assert slopes == [found.as_dict() for found in token_slopes(seen)]
+    assert slopes == [fit.as_dict() for fit in token_slopes(seen)]
     means = document("fit seen.safetensors --layers 3", cwd=folder)["layerwise"]
     assert means == [{"model": "demo_vit", **layerwise(normscope.fit(seen.only(3))).as_dict()}]
     shown = invoke("fit seen.safetensors --advise", cwd=folder, COLUMNS="1000").stdout
@@ -69,7 +69,7 @@ def test_slopes_means_and_advice_are_those_of_python(folder, seen):
     invoke("fit seen.safetensors --advise -o advice.json", cwd=folder)
     advice = json.loads((folder / "advice.json").read_text())["advice"]
     expected = advise(normscope.fit(seen, shift=False), seen.sites, family="vision")
-    assert advice == [found.as_dict() for found in expected]
+    assert advice == [fit.as_dict() for fit in expected]
 
 
 def test_a_model_is_captured_with_the_sums_that_its_fits_need(folder):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from artists import shown
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -22,10 +23,6 @@ def moments_of(x, y):
     places, which = x.unique(return_inverse=True)
     rows = [torch.ones_like(x), x, y, x * x, x * y, y * y]
     return torch.stack([torch.zeros(len(places), dtype=torch.float64).index_add(0, which, row) for row in rows])
-
-
-def panels(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
 
 
 def texts(ax):
@@ -47,7 +44,7 @@ def seen(tokens):
 
 
 def test_a_linear_axis_ends_where_the_pairs_do_and_names_those_beyond(tokens, seen):
-    ax, *others = panels(plot(seen))
+    ax, *others = shown(plot(seen))
     assert {other.get_xlim() for other in others} == {ax.get_xlim()}
     assert (ax.get_xscale(), ax.get_xlabel(), others[-1].get_xlabel()) == ("linear", "", "norm input x")
     low, high = ax.get_xlim()
@@ -66,7 +63,7 @@ def test_pairs_beyond_are_of_a_token_or_of_a_channel_or_of_several(tokens, place
     x[:, 0, 7] = 0
     for place in places:
         x[:, place, 7 if words.startswith("of channel") else 7 + place] = 400.0
-    ax = panels(plot(normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x]), color="density"))[0]
+    ax = shown(plot(normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x]), color="density"))[0]
     assert f"{8 * len(places)} pairs {words}beyond" in texts(ax)
 
 
@@ -75,7 +72,7 @@ def test_an_axis_is_as_long_on_either_side_as_the_pairs_reach(side):
     x = side * torch.rand(8, 50, 64, generator=torch.Generator().manual_seed(0)) * 5
     seen = normscope.capture(nn.Sequential(nn.RMSNorm(64)), [x])
     fits = normscope.fit(seen, "tanh")
-    ax = panels(plot(seen, fits, color="density"))[0]
+    ax = shown(plot(seen, fits, color="density"))[0]
     for low, high, end in ((*ax.get_xlim(), 5), (*ax.get_ylim(), 2)):  # y = x over an RMS near 5/√3
         near, far = sorted((low, high), key=abs)
         assert abs(near) < 0.05 * abs(far) and end * 0.8 < side * far < end * 1.25
@@ -84,8 +81,8 @@ def test_an_axis_is_as_long_on_either_side_as_the_pairs_reach(side):
 
 
 def test_every_pair_is_on_an_asinh_axis(tokens, seen):
-    ax, *others = panels(plot(seen, color="density,channel", xscale="asinh"))
-    assert {shown.get_xscale() for shown in (ax, *others)} == {"asinh"}
+    ax, *others = shown(plot(seen, color="density,channel", xscale="asinh"))
+    assert {panel.get_xscale() for panel in (ax, *others)} == {"asinh"}
     assert others[-1].get_xlabel() == "norm input x (asinh scale)"
     low, high = ax.get_xlim()
     assert low < float(tokens.min()) and high > float(tokens.max())
@@ -112,7 +109,7 @@ def test_straight_fits_are_marked():
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
     fits = normscope.fit(seen, "tanh")
     assert fits[0].curve == "tanh" and fits[0].straight
-    ax = panels(plot(seen, fits, color="density"))[0]
+    ax = shown(plot(seen, fits, color="density"))[0]
     assert ax.get_xlim()[1] > float(x.max())
     assert "straight" in texts(ax)
 
@@ -122,11 +119,11 @@ def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
     fits = normscope.fit(seen, "mine=x**3")
     for labels in ("short", "full"):
-        assert "A and α not identified" in " ".join(texts(panels(plot(seen, fits, color="density", labels=labels))[0]))
+        assert "A and α not identified" in " ".join(texts(shown(plot(seen, fits, color="density", labels=labels))[0]))
 
 
 def test_a_tokens_line_bends_as_the_axis_does_and_stays_its_own(seen):
-    ax = panels(plot(seen, color="token", xscale="asinh"))[0]
+    ax = shown(plot(seen, color="token", xscale="asinh"))[0]
     (lines,) = (one for one in ax.collections if hasattr(one, "get_segments"))
     for segment, sigma in zip(lines.get_segments(), lines.get_array(), strict=True):
         assert len(segment) > 20
@@ -196,7 +193,7 @@ def several():
 
 def test_shared_axes_are_the_widest_of_all_panels(several):
     fits, rows = normscope.fit(several, "tanh"), "density,token,residual"
-    shared, alone = (panels(plot(several, fits, color=rows, share_axes=share)) for share in (True, False))
+    shared, alone = (shown(plot(several, fits, color=rows, share_axes=share)) for share in (True, False))
     for number, side in ((0, min), (1, max)):
         assert {ax.get_xlim()[number] for ax in shared} == {side(ax.get_xlim()[number] for ax in alone)}
         assert {ax.get_ylim()[number] for ax in shared[:6]} == {side(ax.get_ylim()[number] for ax in alone[:6])}
@@ -205,14 +202,14 @@ def test_shared_axes_are_the_widest_of_all_panels(several):
         [{limits(ax) for ax in of_figure} for of_figure in (shared[first : first + 3], alone[first : first + 3])]
         for first, limits in ((0, lambda ax: ax.images[0].get_clim()), (3, lambda ax: ax.collections[0].norm.vmin))
     )
-    assert [len(found) for found in (*greys, *sigmas)] == [1, 3, 1, 3]
+    assert [len(distinct) for distinct in (*greys, *sigmas)] == [1, 3, 1, 3]
 
 
 def test_the_panels_of_an_overview_share_axes_over_all_networks(several):
     captures = [several.only("0,1"), several.only([2])]
-    shown = [ax for ax in normscope.figures.overview(captures, share_axes=True).axes if ax.images]
-    assert len(shown) == 3
-    assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in shown}) == 1
+    overview = [ax for ax in normscope.figures.overview(captures, share_axes=True).axes if ax.images]
+    assert len(overview) == 3
+    assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in overview}) == 1
 
 
 def test_the_mean_of_dense_bins_is_drawn_between_sparse_ones():

@@ -81,7 +81,7 @@ def test_the_legend_names_differences_and_the_heading_what_captures_share(pair):
 def test_a_straight_fit_is_open_and_has_no_point_in_the_panel_of_alpha():
     captures = [captured(), captured(spread=0, data="a sphere")]
     fits, figure = drawn(captures)
-    assert all(found.straight for found in fits[1])
+    assert all(fit.straight for fit in fits[1])
     bent, straight = series(figure.axes[0])
     assert np.isfinite(bent).all() and np.isnan(straight[1]).all()
     for ax in figure.axes:
@@ -102,16 +102,16 @@ def test_other_networks_share_their_relative_depth():
 
 
 def test_a_panel_without_values_is_marked():
-    straight = drawn([captured(spread=0), captured(spread=0, scale=2)])[1]
+    straight = drawn([captured(NAMES[:2], spread=0), captured(NAMES[:2], spread=0, scale=2)])[1]
     assert [said(ax) for ax in straight.axes] == [["no α\nidentified"], [], []]
-    free = drawn([captured(), captured(scale=2)], "free")[1]
+    free = drawn([captured(NAMES[:2]), captured(NAMES[:2], scale=2)], "free")[1]
     assert [said(ax) for ax in free.axes] == [["no α\nidentified"], ["no slope at 0"], []]
 
 
 def test_many_curves_go_into_even_rows_with_one_scale():
     captures = [captured(["n0", "n1"]), captured(["n0", "n1"], scale=2)]
     fits = [
-        [replace(found, curve=f"curve {n}", alpha=found.alpha * (n + 1)) for n in range(6) for found in of_capture]
+        [replace(fit, curve=f"curve {n}", alpha=fit.alpha * (n + 1)) for n in range(6) for fit in of_capture]
         for of_capture in (normscope.fit(capture, "tanh") for capture in captures)
     ]
     titled = {ax.get_title(): ax for ax in plot_comparison(captures, fits).axes if ax.get_title()}
@@ -126,7 +126,7 @@ def test_point_wise_functions_have_a_column_and_a_row_of_saturated_shares():
     x = torch.randn(24, 6, 8, generator=torch.Generator().manual_seed(0))
 
     def step(number):
-        model = nn.Sequential(nn.LayerNorm(8), *(normscope.DyT(8, alpha=0.5 * number * (n + 1)) for n in range(3)))
+        model = nn.Sequential(nn.LayerNorm(8), *(normscope.DyT(8, alpha=0.5 * number * (n + 1)) for n in range(2)))
         return normscope.capture(model, [3 * x], about={**ABOUT, "weights": f"step {number}"})
 
     captures = [step(1), step(2)]
@@ -141,9 +141,9 @@ def test_point_wise_functions_have_a_column_and_a_row_of_saturated_shares():
     ]
     for number, capture in enumerate(captures):
         records = normscope.saturation(capture)
-        for row, values in ((0, [0.5, 1, 1.5]), (1, [0.5, 1, 1.5]), (3, [each.saturated for each in records])):
+        for row, values in ((0, [0.5, 1]), (1, [0.5, 1]), (3, [each.saturated for each in records])):
             places, drawn_values = series(axes[row, 1])[number]
-            assert np.round(places).tolist() == [1, 2, 3]
+            assert np.round(places).tolist() == [1, 2]
             assert drawn_values == pytest.approx(np.array(values) * (number + 1 if row < 2 else 1))
     assert said(axes[2, 1]) == ["no held-out R²"]
 

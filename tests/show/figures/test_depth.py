@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from artists import legend_of, shown
 from torch import nn
 
 import normscope
@@ -48,10 +49,6 @@ def series(ax, marker, colour=None):
     return sorted(tuple(line.get_xydata()[0]) for line in points if colour in (None, line.get_color()))
 
 
-def texts(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
 def colour_of(curve):
     return STYLES["light"].looks()[curve][0]
 
@@ -68,8 +65,8 @@ def test_a_colour_a_curve_a_marker_a_kind_of_site_and_a_panel_a_number(seen, fit
     ceilings = {tuple(point) for line in figure.axes[2].lines if line.get_ls() == ":" for point in line.get_xydata()}
     assert ceilings == {(seen.sites.index(site), fits[site.name, "tanh"].r2_ceiling) for site in seen.sites}
     ceiling = "ceiling: held-out R² of the best function of x"
-    assert texts(figure)[:5] == ["tanh", "isru", "*.norm1", "*.norm2", ceiling]
-    assert texts(plot_depth(seen, fits, labels="full"))[2] == "blocks.*.norm1"
+    assert legend_of(figure)[:5] == ["tanh", "isru", "*.norm1", "*.norm2", ceiling]
+    assert legend_of(plot_depth(seen, fits, labels="full"))[2] == "blocks.*.norm1"
 
 
 def test_alpha_stands_against_one_over_the_spread_of_the_input(seen, fits):
@@ -93,9 +90,7 @@ def test_straight_sites_are_open_and_have_no_point_in_the_panels_of_a_and_alpha(
     assert mark.get_mfc() == r2.get_facecolor()
     assert not any(line.get_marker() == "o" for ax in (amplitude, alpha, against) for line in ax.lines)
     assert [text.get_text() for text in against.texts] == ["no α\nidentified"]
-    assert "open: straight, so no A and α" in texts(figure)
-    with pytest.raises(DataError, match="no fit of a site"):
-        plot_depth(seen, [])
+    assert "open: straight, so no A and α" in legend_of(figure)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +152,7 @@ def test_the_area_of_a_dot_is_the_number_of_tokens_of_largest_x(massive):
     assert planted[1, 0] == planted[2, 0] == 16  # the planted first token
     sizes = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles]
     assert np.allclose(np.array(sizes) / dots.get_sizes().max() * 16, [1, 4, 16])
-    assert texts(figure) == ["1 token", "4 tokens", "16 tokens"]
+    assert legend_of(figure) == ["1 token", "4 tokens", "16 tokens"]
 
 
 def test_wide_sites_show_the_largest_channel_of_each_pixel():
@@ -170,12 +165,6 @@ def test_wide_sites_show_the_largest_channel_of_each_pixel():
     assert image.shape[0] == 900 / each and int(np.argmax(image[:, 0])) == 613 // each
     assert image.max() == pytest.approx(100 * shares_of(capture, "0").max())
     assert [text.get_text() for text in channels.texts] == ["613", MANY]
-
-
-def test_a_capture_without_pairs_has_no_tails():
-    capture = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
-    with pytest.raises(DataError, match="No site holds a pair"):
-        plot_tails(capture, normscope.norm_cards(capture))
 
 
 @pytest.fixture(scope="module")
@@ -240,15 +229,6 @@ def test_a_function_without_slope_or_spread_is_on_no_logarithmic_axis():
     assert point.get_ydata() == [0.5]
 
 
-def test_a_capture_without_point_wise_functions_is_refused(seen):
-    with pytest.raises(DataError, match="no point-wise function"):
-        plot_saturation(seen)
-
-
-def shown(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
-
-
 def test_every_function_has_a_panel_with_its_typeset_formula_and_three_scales():
     figure = plot_curves()
     axes = shown(figure)
@@ -259,7 +239,7 @@ def test_every_function_has_a_panel_with_its_typeset_formula_and_three_scales():
         for line, alpha in zip(ax.lines, ALPHAS, strict=False):
             x = torch.from_numpy(np.asarray(line.get_xdata()))
             np.testing.assert_array_equal(line.get_ydata(), CURVES[names.split(", ")[0]].function(alpha * x))
-    assert texts(figure) == ["α = 0.5", "α = 1", "α = 2"]
+    assert legend_of(figure) == ["α = 0.5", "α = 1", "α = 2"]
     assert (axes[0].get_ylabel(), axes[-1].get_xlabel()) == ("f(αx)", "x")
 
 
@@ -270,5 +250,22 @@ def test_curves_can_be_chosen_and_made():
     name, *lines = titles[1]
     assert name == "mine" and len(lines) > 1  # a formula goes into several lines, and is not cut
     assert "".join(lines).replace(" ", "") == "u/(1+abs(u))+u/(2+abs(u))+u/(3+abs(u))"
-    with pytest.raises(UsageError, match="no curve 'tangh'"):
-        plot_curves("tangh")
+
+
+def plot_tails_of_nan():
+    capture = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
+    plot_tails(capture, normscope.norm_cards(capture))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda seen: plot_depth(seen, []), DataError, "no fit of a site"),
+        (lambda seen: plot_saturation(seen), DataError, "no point-wise function"),
+        (lambda _: plot_tails_of_nan(), DataError, "No site holds a pair"),
+        (lambda _: plot_curves("tangh"), UsageError, "no curve 'tangh'"),
+    ],
+)
+def test_refusals(seen, call, error, words):
+    with pytest.raises(error, match=words):
+        call(seen)

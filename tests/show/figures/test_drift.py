@@ -1,14 +1,13 @@
 """Artists of the figure of drift, and cells of its tables, against the reports."""
 
-import io
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from artists import legend_of, printed
 from networks import PreNorm
-from rich.console import Console
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch, Sample
@@ -54,18 +53,8 @@ def spoilt(report):
     return replace(report, rows=[row(one) for one in report.rows])
 
 
-def labels(figure):
-    return [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
-
-
 def titled(figure):
     return {ax.get_title(loc="left"): ax for ax in figure.axes}
-
-
-def text_of(table, width=200):
-    console = Console(width=width, file=io.StringIO())
-    console.print(table)
-    return console.file.getvalue()
 
 
 def cells(table):
@@ -123,7 +112,7 @@ def test_functions_differ_in_colour_and_a_curve_keeps_its_own(reports, style, fu
     assert len(set(colours)) == 3 and colours[2] == style_named(style).looks()[curve][0]
     assert "rmsnorm" not in funcs or colours[0] == style_named(style).faint
     assert len({handle.get_marker() for handle in figure.legends[0].legend_handles[:3]}) == 3
-    assert labels(figure)[:3] == [f"{published_name(func)} · paper" for func in funcs]
+    assert legend_of(figure)[:3] == [f"{published_name(func)} · paper" for func in funcs]
 
 
 def test_panels_without_anything_are_left_out():
@@ -140,7 +129,7 @@ def test_values_that_are_not_finite_are_crosses(reports, tmp_path):
     figure = plot_drift([replace(worse, rows=rows)], reports[1])
     alone = figure.axes[0]
     assert [len(line.get_xdata()) for line in alone.lines if line.get_marker() == "X"] == [3]
-    assert "not finite" in labels(figure)
+    assert "not finite" in legend_of(figure)
     assert all(np.isfinite(line.get_ydata()).all() for line in alone.lines)
     assert save_figure(figure, tmp_path / "worse.png", [], 60).stat().st_size > 1000
 
@@ -177,14 +166,14 @@ def test_inputs_of_calibrated_rows_are_named(reports, refit, alone):
     measured, sites = reports
     calibration = DriftCalibration("noise", refit, 36, 12, 0, 0, {})
     calibrated = replace(measured[0], init="calibrated", calibration=calibration)
-    assert labels(plot_drift([measured[0], calibrated], sites))[:2] == [
+    assert legend_of(plot_drift([measured[0], calibrated], sites))[:2] == [
         *("DyT · paper", f"DyT · calibrated{alone} on 48 other samples")
     ]
-    caption = " ".join(text_of(drift_table([measured[0], calibrated])).split())
+    caption = " ".join(printed(drift_table([measured[0], calibrated])).split())
     assert "calibrated: each row by itself" in caption and "on 48 other samples than it is measured on" in caption
     assert ("functions alone" in caption) == bool(alone)
-    assert "calibrated with that site alone swapped" in " ".join(text_of(sites_table([calibrated])).split())
-    assert "calibrated" not in text_of(drift_table(measured)) + text_of(sites_table(measured))
+    assert "calibrated with that site alone swapped" in " ".join(printed(sites_table([calibrated])).split())
+    assert "calibrated" not in printed(drift_table(measured)) + printed(sites_table(measured))
 
 
 def test_values_that_are_not_finite_are_counted_in_the_table(reports):

@@ -116,7 +116,7 @@ def test_parts_of_the_data_are_named():
     assert plot(seen[0], color="token").get_suptitle() == "net · timestep 980 · 40 samples"
 
 
-def test_rows_of_one_network_are_told_apart_by_their_data():
+def test_rows_of_one_network_are_named_by_their_data():
     seen = [
         capture_of(["norm"], model="net", weights="w", data=data) for data in ("12 texts", "12 texts · without token 0")
     ]
@@ -155,13 +155,13 @@ def test_fewer_than_four_sites_make_fewer_panels():
 
 def test_sites_without_a_fit_are_marked():
     empty, constant, far = (capture_of(["norm"], scale=scale) for scale in (math.nan, 0.0, 1e9))
-    found = normscope.fit(far, "tanh")
-    assert not found[0].converged
+    fits = normscope.fit(far, "tanh")
+    assert not fits[0].converged
     figure = overview(
-        [empty, constant, far, capture_of(["full"])], [normscope.fit(empty), normscope.fit(constant), found, []]
+        [empty, constant, far, capture_of(["full"])], [normscope.fit(empty), normscope.fit(constant), fits, []]
     )
     rows = [ax for (ax,) in panels(figure)]
-    r2 = found[0].r2 if found[0].r2_cv is None else found[0].r2_cv
+    r2 = fits[0].r2 if fits[0].r2_cv is None else fits[0].r2_cv
     assert [words(ax) for ax in rows] == [
         *(["nothing to fit"], ["nothing to fit"]),
         *(["R²", f"tanh {r2:.3f}", "not converged"], []),

@@ -8,6 +8,7 @@ import matplotlib.text
 import numpy as np
 import pytest
 import torch
+from artists import shown
 from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
 from torch import nn
@@ -58,10 +59,6 @@ def made(fits, curve, kind=CurveFit, **changes):
     return kind(**{**known, "curve": curve, "function": function, **changes})
 
 
-def axes(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
-
-
 def texts(figure):
     return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
 
@@ -80,14 +77,14 @@ def line_of(ax, curve, looks=None):
 def test_residuals_are_the_mean_of_what_is_left_of_the_raw_pairs(tokens, seen, fits):
     x = tokens.double().flatten()
     y = nn.functional.layer_norm(tokens.double(), (D,), eps=1e-5).flatten()
-    found = residuals(seen.stats["norm"].moments, fits, width=0.5)
+    groups = residuals(seen.stats["norm"].moments, fits, width=0.5)
     # A group reaches from halfway below its first bin to its last: bins are 1/64 of |x| wide, and so much may the
     # raw pairs' group be off. In the middle of a group of hundreds of pairs that moves its mean by far less.
-    for fit, off in zip(fits, found.off, strict=True):
+    for fit, off in zip(fits, groups.off, strict=True):
         left = (y - fit(x)).numpy()
         for low in (-1.0, -0.5, 0.0, 0.5, 1.0):
             own = (x >= low).numpy() & (x < low + 0.5).numpy()
-            (group,) = np.flatnonzero((found.x >= low) & (found.x < low + 0.5))
+            (group,) = np.flatnonzero((groups.x >= low) & (groups.x < low + 0.5))
             assert off[group] == pytest.approx(left[own].mean(), abs=0.01)
             assert abs(off[group]) < 0.2
 
@@ -130,7 +127,7 @@ def test_groups_of_a_single_fold_have_no_band():
 
 def test_the_row_shows_every_curve_over_the_band_within_its_own_limits(seen, fits):
     figure = plot(seen, fits, color="density,residual")
-    density, residual = axes(figure)
+    density, residual = shown(figure)
     assert density.get_xlim() == residual.get_xlim()
     assert (density.get_ylabel(), residual.get_ylabel()) == ("output y", "E[y|x] − fit")
     reach = -residual.get_ylim()[0]
@@ -142,9 +139,9 @@ def test_the_row_shows_every_curve_over_the_band_within_its_own_limits(seen, fit
         assert f"{fit.curve} {fit.rmse:.3g}" in [text.get_text() for text in residual.texts]
     assert max(np.abs(line_of(residual, fit.curve).get_ydata()).max() for fit in fits) > 0.8 * reach
     (band,) = (c for c in residual.collections if isinstance(c, PolyCollection))
-    found = residuals(seen.stats["norm"].moments, (), np.ptp(residual.get_xlim()) / 120)
+    groups = residuals(seen.stats["norm"].moments, (), np.ptp(residual.get_xlim()) / 120)
     heights = band.get_paths()[0].vertices[:, 1]
-    assert [heights.min(), heights.max()] == pytest.approx(2 * np.nanmax(found.error) * np.array([-1, 1]))
+    assert [heights.min(), heights.max()] == pytest.approx(2 * np.nanmax(groups.error) * np.array([-1, 1]))
     assert "±2 standard errors of E[y|x], folds by source" in texts(figure)
 
 
@@ -167,7 +164,7 @@ def test_sites_without_residuals_are_drawn(case, recwarn):
     assert [str(warning.message) for warning in recwarn] == []
     assert (case in ("no fits", "constant")) == ("±2 standard errors of E[y|x], folds by source" in said)
     assert ("nothing to fit" in said) == (case in ("constant", "no pairs"))
-    low, high = axes(figure)[0].get_ylim()
+    low, high = shown(figure)[0].get_ylim()
     assert -math.inf < low < 0 < high < math.inf
 
 
@@ -175,7 +172,7 @@ def test_the_best_four_of_many_are_drawn_in_four_colours_and_the_others_listed(s
     shifts = {8: 0.0}  # of the others, what was fitted
     many = [made(fits, f"curve_{i}", Bent, r2=0.5 + i / 100, shift=shifts.get(i, fits[0].shift)) for i in range(9)]
     figure = plot(seen, [*many, fits[0]], color="density,residual", width=4)
-    density, residual = axes(figure)
+    density, residual = shown(figure)
     drawn = ["curve_6", "curve_7", "curve_8", fits[0].curve]  # R² 0.56, 0.57, 0.58 and a fit's
     assert fits[0].r2 > 0.58
     for ax in (density, residual):

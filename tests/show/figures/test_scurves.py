@@ -8,6 +8,7 @@ import matplotlib.colors
 import numpy as np
 import pytest
 import torch
+from artists import shown
 from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -45,10 +46,6 @@ def fits(seen):
 @pytest.fixture(scope="module")
 def figure(seen, fits):
     return plot(seen, fits)
-
-
-def shown(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
 
 
 def texts(figure):

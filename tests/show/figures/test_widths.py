@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
+from networks import network_of
 from timelines import timeline
 from torch import nn
 
@@ -32,20 +33,19 @@ ABOUT = {
 PASSES = ("forward", "forward + backward")
 
 
-class Net(nn.Module):
+def network():
     """Six norms of a spread that grows with depth, as a transformer's blocks have them."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        block = {"attention_norm": nn.LayerNorm(16), "feed_forward_norm": nn.LayerNorm(16)}
-        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.LayerNorm(16) for name in block}) for _ in range(3))
 
     def forward(self, x):
         for depth, block in enumerate(self.blocks, 1):
             for norm in block.values():
                 x = x + 5 * depth * norm(x)
         return x
+
+    torch.manual_seed(0)
+    names = ("attention_norm", "feed_forward_norm")
+    blocks = [nn.ModuleDict({name: nn.LayerNorm(16) for name in names}) for _ in range(3)]
+    return network_of(forward, "Net", blocks=nn.ModuleList(blocks))
 
 
 def batches(parts=("",)):
@@ -58,7 +58,7 @@ def batches(parts=("",)):
 
 @pytest.fixture(scope="module")
 def seen():
-    return normscope.capture(Net(), batches(), about=ABOUT, diagonal=True)
+    return normscope.capture(network(), batches(), about=ABOUT, diagonal=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def fits(seen):
 
 @pytest.fixture(scope="module")
 def drifts(seen):
-    model, of = Net(), batches(("timestep 980", "timestep 660", "timestep 0"))
+    model, of = network(), batches(("timestep 980", "timestep 660", "timestep 0"))
     return [
         drift(
             model,
@@ -140,7 +140,7 @@ def kept(sites):
 @pytest.fixture(scope="module")
 def functions():
     """A capture of the same network with functions in place of its norms, as of two steps."""
-    model = Net()
+    model = network()
     for block in model.blocks:
         for name in block:
             block[name] = normscope.DyT(16, alpha=0.3)

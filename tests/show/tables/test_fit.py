@@ -28,7 +28,7 @@ def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
     assert [fit.as_dict()["unidentified"] for fit in fits] == [True, False]
 
 
-def test_numbers_of_free_parameters_are_told_and_unlike_ones_not_ranked(fits):
+def test_numbers_of_free_parameters_are_shown_and_unlike_ones_not_ranked(fits):
     table = fits_table(fits)
     columns = dict(zip(table.headings, map(list, zip(*table.rows, strict=True)), strict=True))
     assert columns["params"] == ["3", "2", "3", "2"]

@@ -1,13 +1,12 @@
 """Tables at any width: columns in their order, folded names and whole numbers."""
 
-import io
 import re
 
 import pytest
 import torch
+from artists import printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from torch import nn
 
 import normscope
@@ -27,12 +26,6 @@ _PATHS = st.lists(
 )
 _NUMBERS = st.floats(-1e4, 1e4).map("{:.4f}".format) | st.just("0.891 ± 0.014")
 _ROWS = st.lists(st.tuples(_PATHS.map(".".join), st.lists(_NUMBERS, min_size=8, max_size=8)), min_size=1, max_size=5)
-
-
-def printed(table, width):
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(table, crop=False)
-    return console.file.getvalue()
 
 
 def of(rows, drops=(0, 7, 1, 6, 2, 5, 3, 4)):
@@ -57,8 +50,8 @@ def test_numbers_are_whole_at_any_width(rows, width):
 
 
 def left_out(text):
-    found = re.search(r"Left out at a width of \d+ \(all columns take \d+\): (.*?)\.$", " ".join(text.split()))
-    return f"{found[1]}," if found else ""
+    match = re.search(r"Left out at a width of \d+ \(all columns take \d+\): (.*?)\.$", " ".join(text.split()))
+    return f"{match[1]}," if match else ""
 
 
 @settings(max_examples=30)
@@ -124,13 +117,13 @@ def tables():
         normscope.drift(network, [x], normscope.replacements(network, func, seen, layers="0,1"), func=func, init="fit")
         for func in ("tanh", "isru", "derf")
     ]
-    per_channel, slopes = channels_table(normscope.fit(seen, per="channel")), slopes_table(token_slopes(seen))
+    per_channel, slopes = channels_table(normscope.fit(seen.only([0]), per="channel")), slopes_table(token_slopes(seen))
     own = fits_table(with_modules(functions, normscope.fit(functions, "tanh")))
     return {
         "fit": [fits_table(fits), per_channel, slopes, advice_table(advise(fits, seen.sites)), own],
         "stats": [scale_table(cards), tails_table(cards), saturation_table(normscope.saturation(functions))],
         "gradient": gradient_tables(normscope.gradient(seen, fits[:2])),
-        "compare": [comparison_table(normscope.compare([each, each], "tanh")) for each in (seen, functions)],
+        "compare": [comparison_table(normscope.compare([c.only([0])] * 2, "tanh")) for c in (seen, functions)],
         "swap-bench": [drift_table(moved), sites_table(moved)],
         "layers": [layers_table(seen.sites), layers_table(functions.sites)],
         "models": [models_table(normscope.list_models())],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import normscope
+from normscope import Batch
 from normscope.errors import UsageError
 from normscope.fits.advice import advise, token_slopes
 
@@ -32,18 +33,18 @@ def fits(seen):
 
 @pytest.fixture(scope="module")
 def records(network, seen, fits):
-    modules = normscope.replacements(network, "dyt", seen)
+    modules, x = normscope.replacements(network, "dyt", seen), torch.randn(9, 8)
     return {
         "a capture": seen,
         "fits": fits,
         "cards": normscope.norm_cards(seen),
-        "functions": normscope.saturation(normscope.capture(normscope.DyT(8), [torch.randn(9, 8)])),
+        "functions": normscope.saturation(normscope.capture(normscope.DyT(8), [x])),
         "views": normscope.gradient(seen, fits),
         "slopes": token_slopes(seen),
         "advice": advise(fits, seen.sites),
-        "compared": normscope.compare([seen, seen]),
+        "compared": normscope.compare([seen.only("norm")] * 2),
         "a drift": normscope.drift(network, replacements=modules),
-        "a bench": normscope.bench(network, curves="dyt", quick=True),
+        "a bench": normscope.bench(nn.Sequential(nn.LayerNorm(8)), Batch((x,)), "dyt", quick=True),
     }
 
 

@@ -51,7 +51,7 @@ def check_against_numpy(h, t, start, own_bias, n_learned):
     groups, bias = range(h.shape[1]), own_bias is not None
     learned, validation = slice(0, n_learned), slice(n_learned, None)
     sums = [sums_of(h[rows], t[rows].flatten(1)) for rows in (learned, validation)]
-    found = ridge(*sums, start.flatten(0, 1), own_bias)
+    layer = ridge(*sums, start.flatten(0, 1), own_bias)
     centre = h[learned].double().mean(0) if bias else 0
     spread = float(((h[learned].double() - centre) ** 2).sum(0).mean())
     truth = t[validation].double().numpy()
@@ -72,25 +72,25 @@ def check_against_numpy(h, t, start, own_bias, n_learned):
     errors = {penalty: error(solved(learned, penalty * spread)) for penalty in PENALTIES}
     errors[math.inf] = error(solved(learned, 1e15 * spread))  # the bias alone is fitted
     rounding = 1e-6  # of differences of sums in float64; between penalties closer than that, either may be chosen
-    assert found.before == pytest.approx(as_it_is, rel=rounding)
-    if found.penalty is None:
-        assert found.after == found.before
-        assert torch.equal(found.weight, start.flatten(0, 1).double()) and found.bias is own_bias
+    assert layer.before == pytest.approx(as_it_is, rel=rounding)
+    if layer.penalty is None:
+        assert layer.after == layer.before
+        assert torch.equal(layer.weight, start.flatten(0, 1).double()) and layer.bias is own_bias
         assert min(errors.values()) > as_it_is * (1 - rounding)
-        return found
-    chosen = errors[found.penalty]
-    assert found.after == pytest.approx(chosen, rel=rounding) and found.after < found.before
+        return layer
+    chosen = errors[layer.penalty]
+    assert layer.after == pytest.approx(chosen, rel=rounding) and layer.after < layer.before
     # The search goes downhill; a penalty that it passed by may be better only beyond a worse neighbour.
-    near = PENALTIES.index(found.penalty) if found.penalty in PENALTIES else None
+    near = PENALTIES.index(layer.penalty) if layer.penalty in PENALTIES else None
     neighbours = PENALTIES if near is None else [*PENALTIES[max(near - 1, 0) : near + 2], math.inf]
     assert chosen <= min(errors[penalty] for penalty in neighbours) * (1 + rounding)
-    for g, (weight, offset) in enumerate(solved(slice(None), min(found.penalty, 1e15) * spread * len(h) / n_learned)):
+    for g, (weight, offset) in enumerate(solved(slice(None), min(layer.penalty, 1e15) * spread * len(h) / n_learned)):
         channels = slice(g * t.shape[2], (g + 1) * t.shape[2])
-        np.testing.assert_allclose(found.weight[channels].numpy(), weight, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(layer.weight[channels].numpy(), weight, rtol=1e-6, atol=1e-7)
         if bias:
-            np.testing.assert_allclose(found.bias[channels].numpy(), offset[0], rtol=1e-6, atol=1e-7)
-    assert bias or found.bias is None
-    return found
+            np.testing.assert_allclose(layer.bias[channels].numpy(), offset[0], rtol=1e-6, atol=1e-7)
+    assert bias or layer.bias is None
+    return layer
 
 
 @example(1580, 1, 1, 1, False)  # no penalty improves on the layer as it is
@@ -114,8 +114,8 @@ def test_the_penalty_is_the_one_that_does_best_on_other_sources(noise, larger, m
     h[40:] += moved
     h = eighths(h)
     t = h @ torch.randn(20, 2, generator=generator) + noise * torch.randn(90, 1, 2, generator=generator) + 3
-    found = check_against_numpy(h, eighths(t), torch.zeros(1, 2, 20), torch.zeros(2), 40)
-    assert (found.penalty > 0.1) == larger and (found.penalty < 0.1) != larger
+    layer = check_against_numpy(h, eighths(t), torch.zeros(1, 2, 20), torch.zeros(2), 40)
+    assert (layer.penalty > 0.1) == larger and (layer.penalty < 0.1) != larger
 
 
 def test_a_layer_that_is_right_already_stays_to_the_bit():
@@ -123,18 +123,18 @@ def test_a_layer_that_is_right_already_stays_to_the_bit():
     h = torch.randint(-8, 9, (100, 5), generator=torch.Generator().manual_seed(1)).float()
     start, bias = torch.arange(15).reshape(3, 5) / 2, torch.ones(3)
     t = h @ start.T + bias
-    found = ridge(sums_of(h[:70], t[:70]), sums_of(h[70:], t[70:]), start, bias)
-    assert torch.equal(found.weight, start.double()) and torch.equal(found.bias, bias)
-    assert (found.penalty, found.before, found.after) == (None, 0, 0)
+    layer = ridge(sums_of(h[:70], t[:70]), sums_of(h[70:], t[70:]), start, bias)
+    assert torch.equal(layer.weight, start.double()) and torch.equal(layer.bias, bias)
+    assert (layer.penalty, layer.before, layer.after) == (None, 0, 0)
 
 
 def test_what_inputs_do_not_explain_is_left_to_the_bias():
     h, start = tokens(1, 100, 5)[0], torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     t, nothing = h @ start.T + 1, torch.zeros(100, 5)
-    found = ridge(sums_of(nothing, t), sums_of(nothing, t), start, torch.ones(3))
-    assert found.penalty == float("inf") and torch.equal(found.weight, start.double())
-    torch.testing.assert_close(found.bias, t.double().mean(0), rtol=1e-5, atol=1e-6)  # sums of float32 tokens
-    assert found.after == pytest.approx(1.0)
+    layer = ridge(sums_of(nothing, t), sums_of(nothing, t), start, torch.ones(3))
+    assert layer.penalty == float("inf") and torch.equal(layer.weight, start.double())
+    torch.testing.assert_close(layer.bias, t.double().mean(0), rtol=1e-5, atol=1e-6)  # sums of float32 tokens
+    assert layer.after == pytest.approx(1.0)
     unbiased = ridge(sums_of(nothing, t), sums_of(nothing, t), start, None)
     assert unbiased.penalty is None and unbiased.bias is None
 
@@ -179,9 +179,9 @@ def test_slopes_are_of_what_the_inputs_do_not_explain():
         part.double().numpy() - around @ np.linalg.lstsq(around, part.double().numpy(), rcond=None)[0]
         for part in (t, p)
     ]
-    wanted = (left[0] * left[1]).sum(0) / (left[1] ** 2).sum(0)
-    np.testing.assert_allclose(slopes(sums_of(h, t, p), 1e-9).numpy(), wanted, rtol=1e-3)
-    np.testing.assert_allclose(wanted, 0.7, rtol=1e-6)
+    expected = (left[0] * left[1]).sum(0) / (left[1] ** 2).sum(0)
+    np.testing.assert_allclose(slopes(sums_of(h, t, p), 1e-9).numpy(), expected, rtol=1e-3)
+    np.testing.assert_allclose(expected, 0.7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0, 1000.0])
@@ -189,9 +189,9 @@ def test_features_that_depend_on_one_another(mean):
     few = torch.randn(300, 3, generator=torch.Generator().manual_seed(0)) + mean
     h = few @ torch.randn(3, 60, generator=torch.Generator().manual_seed(1))  # of 60 features 57 say nothing new
     t = h[:, :2] - 2 * h[:, 2:4]
-    found = ridge(sums_of(h[:200], t[:200]), sums_of(h[200:], t[200:]), torch.zeros(2, 60), torch.zeros(2))
-    assert found.weight.isfinite().all()
-    assert found.after < 0.1 * found.before
+    layer = ridge(sums_of(h[:200], t[:200]), sums_of(h[200:], t[200:]), torch.zeros(2, 60), torch.zeros(2))
+    assert layer.weight.isfinite().all()
+    assert layer.after < 0.1 * layer.before
 
 
 def fitted_by_least_squares(function, x, y):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import PostNorm
+from networks import PostNorm, network_of
 from torch import nn
 
 import normscope
@@ -19,13 +19,13 @@ from normscope.swaps.calibrate.linear_layers import MOST_FEATURES, LinearLayer
 from normscope.swaps.calibrate.neighbours import Modulation, best_for_each_sample, modulation_of, neighbours_of
 
 
-def found(network, batch, swapped=None):
+def neighbours_in(network, batch, swapped=None):
     sites = find_norms(network, batch).sites
     return neighbours_of(network, sites, [site.name for site in sites] if swapped is None else swapped, batch)
 
 
 def of(network, x, swapped=None):
-    return found(network, Batch((x,), samples=tuple(Sample("a", 0, i) for i in range(len(x)))), swapped)
+    return neighbours_in(network, Batch((x,), samples=tuple(Sample("a", 0, i) for i in range(len(x)))), swapped)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def vit():
 
 
 def test_a_vits_layers_feed_the_stream_through_their_layer_scale(vit):
-    near = found(vit.module, vit.inputs.first_sample())
+    near = neighbours_in(vit.module, vit.inputs.first_sample())
     layers = {one.path: one.feeds for one in near.called_modules if not one.is_norm}
     assert [one.path for one in near.called_modules][:8] == [
         "patch_embed.proj",
@@ -52,7 +52,7 @@ def test_a_vits_layers_feed_the_stream_through_their_layer_scale(vit):
 
 
 def test_only_layers_between_a_swapped_norm_and_the_next_are_beside_it(vit):
-    near = found(vit.module, vit.inputs.first_sample(), ["blocks.3.norm2"])
+    near = neighbours_in(vit.module, vit.inputs.first_sample(), ["blocks.3.norm2"])
     beside = [one.path for one in near.called_modules if not one.is_norm]
     assert beside == [f"blocks.3.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
 
@@ -69,17 +69,12 @@ def test_behind_post_norms_a_layer_is_added_to_the_norms_output():
 def test_a_layer_behind_a_closed_gate_feeds_no_norm():
     """As a DiT's blocks begin: nothing could be divided by such a gain."""
 
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.inner, self.last = nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)
-            self.gate = nn.Parameter(torch.zeros(6))
-
-        def forward(self, x):
-            return self.last(x + self.gate * self.inner(self.first(x)))
+    def forward(self, x):
+        return self.last(x + self.gate * self.inner(self.first(x)))
 
     torch.manual_seed(0)
-    gated, x = Gated(), torch.randn(3, 5, 6)
+    parts = {"first": nn.LayerNorm(6), "inner": nn.Linear(6, 6), "last": nn.LayerNorm(6)}
+    gated, x = network_of(forward, **parts, gate=nn.Parameter(torch.zeros(6))), torch.randn(3, 5, 6)
     assert [one.feeds for one in of(gated, x).called_modules if not one.is_norm] == [None]
     gated.gate.data.fill_(0.5)
     (into,) = (one.feeds for one in of(gated, x).called_modules if not one.is_norm)
@@ -87,22 +82,16 @@ def test_a_layer_behind_a_closed_gate_feeds_no_norm():
 
 
 def test_layers_that_cannot_be_refitted_are_listed_with_reasons():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(6)
-            self.twice, self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-            self.other.weight = self.one.weight
-            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-            self.unused = nn.Linear(6, 6)
+    def forward(self, x):
+        return self.normed(self.tied(self.first(self.twice(self.twice(self.norm(x))))))
 
-        def forward(self, x):
-            return self.normed(self.other(self.one(self.twice(self.twice(self.norm(x))))))
-
-    assert of(Odd(), torch.randn(2, 3, 6)).left == {
+    layers = {name: nn.Linear(6, 6) for name in ("twice", "first", "tied", "normed", "unused")}
+    layers["tied"].weight = layers["first"].weight
+    nn.utils.parametrizations.weight_norm(layers["normed"])
+    assert of(network_of(forward, norm=nn.LayerNorm(6), **layers), torch.randn(2, 3, 6)).left == {
         "twice": "it is called 2 times in one pass",
-        "one": "its weights are another module's too",
-        "other": "its weights are another module's too",
+        "first": "its weights are another module's too",
+        "tied": "its weights are another module's too",
         "normed": "its weight is computed from other tensors",
         "unused": "it is not called as a module",
     }
@@ -113,38 +102,34 @@ def test_a_convolution_right_before_a_norm_feeds_it_alone():
     norm_of = pytest.importorskip("timm.layers").LayerNorm2d
     torch.manual_seed(0)
 
-    class Stem(nn.Module):
-        def __init__(self, *, goes_on):
-            super().__init__()
-            self.goes_on = goes_on
-            self.first, self.norm, self.inner = nn.Conv2d(1, 6, 3), norm_of(6), nn.Conv2d(6, 6, 3, groups=6)
-            self.last, self.head = norm_of(6), nn.Conv2d(6, 2, 1)
+    def forward(self, x):
+        x = self.first(x)
+        y = self.norm(x)
+        return self.head(self.last(x + y if self.goes_on else self.inner(y)))
 
-        def forward(self, x):
-            x = self.first(x)
-            y = self.norm(x)
-            return self.head(self.last(x + y if self.goes_on else self.inner(y)))
-
+    parts = {"first": nn.Conv2d(1, 6, 3), "norm": norm_of(6), "inner": nn.Conv2d(6, 6, 3, groups=6)}
+    stem = network_of(forward, **parts, last=norm_of(6), head=nn.Conv2d(6, 2, 1), goes_on=False)
     x = torch.randn(2, 1, 9, 9)
-    near = of(Stem(goes_on=False), x)
+    near = of(stem, x)
     layers = {one.path: one for one in near.called_modules if not one.is_norm}
     assert near.left == {} and list(layers) == ["first", "inner", "head"]
     for layer, norm in (("first", "norm"), ("inner", "last")):  # in groups or not
         assert (layers[layer].feeds.path, layers[layer].feeds.base) == (norm, None)
     assert {one.channel_axis for one in near.called_modules} == {-3}
-    assert [one.feeds for one in of(Stem(goes_on=True), x).called_modules if one.path == "first"] == [None]
+    stem.goes_on = True
+    assert [one.feeds for one in of(stem, x).called_modules if one.path == "first"] == [None]
 
 
-class Modulated(nn.Module):
+def modulated():
     """A norm whose output is scaled and shifted by what a linear layer makes of the sample's class."""
 
-    def __init__(self):
-        super().__init__()
-        self.ada, self.norm, self.head = nn.Linear(4, 24), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 3)
-
-    def forward(self, x, of_class):
-        shift, _, scale = self.ada(of_class)[:, None].chunk(3, dim=-1)
+    def forward(self, x, classes):
+        shift, _, scale = self.ada(classes)[:, None].chunk(3, dim=-1)
         return self.head(self.norm(x) * (1 + scale) + shift)
+
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(8, elementwise_affine=False)
+    return network_of(forward, ada=nn.Linear(4, 24), norm=norm, head=nn.Linear(8, 3)).requires_grad_(False)
 
 
 def of_classes(number=10, size=8):
@@ -162,24 +147,22 @@ def of_classes(number=10, size=8):
 
 
 def test_the_modulating_layer_of_adaln_is_fitted():
-    torch.manual_seed(0)
-    original, learn, found = Modulated().requires_grad_(False), of_classes(), {}
+    original, learn, errors = modulated(), of_classes(), {}
     for refit in ("norms", "neighbours"):
         swapped = copy.deepcopy(original)
         swapped.norm = normscope.PointwiseFunction("linear", 8, alpha=0.5)
         report = calibrate(original, swapped, learn, refit=refit)
-        found[refit] = report.after
+        errors[refit] = report.after
     assert [one.path for one in report.modules] == ["norm", "ada", "head"]
     # Scales are held to the present ones by a fiftieth of a channel's variance, and a ridge shrinks.
-    assert found["neighbours"] < 0.25 * found["norms"] and found["norms"] > 0.1
+    assert errors["neighbours"] < 0.25 * errors["norms"] and errors["norms"] > 0.1
     assert torch.equal(swapped.ada.weight[8:16], original.ada.weight[8:16])  # the part that modulates nothing
 
 
 @pytest.mark.parametrize("what", ["swap", "drift"])
 def test_hooks_of_users_run_in_passes_of_the_whole_network_alone(what):
     """A norm, its function and the layers beside it also run alone here, or in a copy of the network."""
-    torch.manual_seed(0)
-    original, learn, calls = Modulated().requires_grad_(False), of_classes(), Counter()
+    original, learn, calls = modulated(), of_classes(), Counter()
     seen = normscope.capture(original, learn)
     modules = normscope.replacements(original, "tanh", seen)
     for path, module in original.named_modules():
@@ -207,12 +190,12 @@ def test_scale_and_shift_are_identified_by_their_values():
 def test_the_best_scale_is_that_of_a_straight_line_held_to_the_present_one(seed):
     """As a straight line through the tokens and, far out, tokens that lie on the present one."""
     torch.manual_seed(seed)
-    given, wanted, present = torch.randn(2, 50, 3), torch.randn(2, 50, 3), torch.randn(2, 3)
-    scale, shift = best_for_each_sample(given, wanted, present)
+    given, expected, present = torch.randn(2, 50, 3), torch.randn(2, 50, 3), torch.randn(2, 3)
+    scale, shift = best_for_each_sample(given, expected, present)
     held = 0.02 * given.double().var(1, correction=0).mean(0)
     for n in range(2):
         for c in range(3):
-            x, z = given[n, :, c].double(), wanted[n, :, c].double()
+            x, z = given[n, :, c].double(), expected[n, :, c].double()
             rows = torch.stack([x - x.mean(), torch.ones(50).double()], 1)
             far = torch.tensor([[float((50 * held[c]).sqrt()), 0.0]], dtype=torch.float64)
             aimed = torch.cat([z, far[:, 0] * (1 + present[n, c].double())])
@@ -276,8 +259,8 @@ def test_attention_is_the_matrix_of_its_queries_keys_and_values(batch_first):
     module = nn.MultiheadAttention(8, 2, batch_first=batch_first).requires_grad_(False)
     module.in_proj_bias.normal_()
     layer, x = LinearLayer.of(module), torch.randn(2, 5, 8)
-    wanted = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias)
-    of_samples = wanted if batch_first else wanted.transpose(0, 1)
+    expected = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias)
+    of_samples = expected if batch_first else expected.transpose(0, 1)
     torch.testing.assert_close(layer.outputs(x, None), of_samples.reshape(-1, 24), **ROUNDING)
     torch.testing.assert_close(rows_given(layer, x), layer.outputs(x, None), **ROUNDING)
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from networks import PostNorm
+from networks import PostNorm, network_of
 from networks import numbered_batches as batches
 from torch import nn
 
@@ -32,16 +32,6 @@ def as_pictures(generator, size):
     return of_one_spread(generator, size, tokens=25).mT.reshape(size, 8, 5, 5)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.attention(y, y, y, need_weights=False)[0]
-
-
 def calibrated_with_and_without_layers(original, learn, replace):
     """Errors of two calibrations, of functions alone and with layers, and the report of the latter."""
     errors = []
@@ -56,7 +46,14 @@ def calibrated_with_and_without_layers(original, learn, replace):
 def behind_a_norm(name):
     torch.manual_seed(0)
     if name == "attention":
-        return Attention().requires_grad_(False), "norm", "attention", of_one_spread
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return self.attention(y, y, y, need_weights=False)[0]
+
+        network = network_of(forward, norm=nn.LayerNorm(8), attention=attention)
+        return network.requires_grad_(False), "norm", "attention", of_one_spread
     if name == "linear":
         return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).requires_grad_(False), "0", "1", of_one_spread
     norm = pytest.importorskip("timm.layers").LayerNorm2d(8)
@@ -131,21 +128,22 @@ def test_a_convolution_in_groups_is_least_squares_in_each(monkeypatch, groups, r
     swapped[0] = normscope.PointwiseFunction("linear", 8, alpha=0.1, channel_axis=-3)
     learn = batches(8, lambda generator, size: torch.randn(size, 8, 7, 7, generator=generator).cumsum(-1) + 1)
     report = calibrate(original, swapped, learn)
-    found = report.modules[1]
-    assert found.path == "1" and found.penalty in PENALTIES and found.after < found.before and not report.restored
+    layer = report.modules[1]
+    assert layer.path == "1" and layer.penalty in PENALTIES and layer.after < layer.before and not report.restored
     pool = Pool.of(learn)
     learned, every = (
         torch.cat([batch.args[0] for batch in part]) for part in (pool.learned, [*pool.learned, *pool.validation])
     )
     with torch.no_grad():
         given = swapped[0](every).double()
-        wanted = original.double()(every.double()).flatten(2).mT.flatten(0, 1).unflatten(1, (groups, -1)).movedim(1, 0)
+        expected = original.double()(every.double()).flatten(2).mT.flatten(0, 1)
+        expected = expected.unflatten(1, (groups, -1)).movedim(1, 0)
     original.float()
     features, first = unfolded(original[1], given), unfolded(original[1], given[: len(learned)])
     spread = (first - first.mean(1, keepdim=True)).square().sum(1).mean() * features.shape[1] / first.shape[1]
     start = original[1].weight.double().unflatten(0, (groups, -1)).flatten(2)
-    weights = (found.penalty * spread).sqrt() * torch.eye(features.shape[-1], dtype=torch.float64)
-    for group, (h, t) in enumerate(zip(features, wanted, strict=True)):
+    weights = (layer.penalty * spread).sqrt() * torch.eye(features.shape[-1], dtype=torch.float64)
+    for group, (h, t) in enumerate(zip(features, expected, strict=True)):
         left = torch.cat([h - h.mean(0), weights])
         solution = torch.linalg.lstsq(left, torch.cat([t - t.mean(0), weights @ start[group].T])).solution
         mine = swapped[1].weight.unflatten(0, (groups, -1)).flatten(2)[group]
@@ -191,36 +189,29 @@ def test_the_target_of_a_layer_before_a_norm_with_activation_is_its_own_output()
     assert {one.path: one.after < GIVEN_BACK for one in report.modules} == {"0": False, "1": True}
 
 
-class Turning(nn.Module):
-    """Calls its layers in an order that depends on the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.b(self.a(y)) if x.sum() > 0 else self.a(self.b(y))
+def turning(self, x):
+    """Call the layers in an order that depends on the input."""
+    y = self.norm(x)
+    return self.b(self.a(y)) if x.sum() > 0 else self.a(self.b(y))
 
 
-class Failing(Turning):
-    """Cannot run large inputs once its norm is replaced."""
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.a(y if len(x) < 4 or type(self.norm) is nn.LayerNorm else y @ torch.zeros(3, 3))
+def failing(self, x):
+    """Cannot run large inputs once the norm is replaced."""
+    y = self.norm(x)
+    return self.a(y if len(x) < 4 or type(self.norm) is nn.LayerNorm else y @ torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize(
-    ("network", "message"),
+    ("forward", "message"),
     [
-        (Turning, r"Batch \d reaches (a|b|the end) where the first batch reached (a|b): the network"),
-        (Failing, r"Failing raised RuntimeError on inputs of the shapes \(\d, 5, 8\)"),
+        (turning, r"Batch \d reaches (a|b|the end) where the first batch reached (a|b): the network"),
+        (failing, r"Network raised RuntimeError on inputs of the shapes \(\d, 5, 8\)"),
     ],
 )
-def test_a_network_that_fails_ends_all_passes_and_removes_all_hooks(network, message):
+def test_a_network_that_fails_ends_all_passes_and_removes_all_hooks(forward, message):
     torch.manual_seed(0)
-    original, before = network().requires_grad_(False), threading.active_count()
+    original = network_of(forward, norm=nn.LayerNorm(8), a=nn.Linear(8, 8), b=nn.Linear(8, 8)).requires_grad_(False)
+    before = threading.active_count()
     swapped = copy.deepcopy(original)
     swapped.norm = normscope.PointwiseFunction("tanh", 8)
     signs = iter([1, -1] * 8)

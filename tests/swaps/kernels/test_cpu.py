@@ -244,8 +244,8 @@ def test_plain_torch_computes_layers_after_one_warning_where_numba_does_not_work
 def constants():
     """Tuples of numbers in loops.py, as they are written there."""
     text = (ROOT / "normscope/swaps/kernels/loops.py").read_text(encoding="utf-8")
-    found = re.findall(r"^(\w+) = tl.constexpr\(\s*\(([^()]*)\)", text, re.MULTILINE)
-    return {name: [float(number) for number in numbers.split(",") if number.strip()] for name, numbers in found}
+    tuples = re.findall(r"^(\w+) = tl.constexpr\(\s*\(([^()]*)\)", text, re.MULTILINE)
+    return {name: [float(number) for number in numbers.split(",") if number.strip()] for name, numbers in tuples}
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import normscope
 from normscope import PointwiseFunction, Swap, capture, find_norms, load_swapped, save_swapped, swap
 from normscope.curves.expressions import _FUNCTIONS, curve_from
 from normscope.curves.known import CURVES
-from normscope.errors import NormscopeError
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps import standalone
@@ -122,8 +121,8 @@ def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_wit
     from transformers import AutoModel
 
     model, batch = bert(), Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
-    wanted = swapped_and_saved(model, batch, tmp_path / "swap").last_hidden_state
-    assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
+    expected = swapped_and_saved(model, batch, tmp_path / "swap").last_hidden_state
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), expected)
     # Without the class that pointwise.py registers, LayerNorms would get the functions' weights.
     with pytest.raises(ValueError, match="bert_pointwise"):
         AutoModel.from_pretrained(tmp_path / "swap")
@@ -134,8 +133,8 @@ def test_timm_makes_the_network_of_the_folder_and_refuses_to_load_it_with_norms(
     torch.manual_seed(0)
     model = timm.create_model("test_vit", num_classes=7, img_size=96).eval()
     batch = Batch((torch.randn(2, 3, 96, 96),), samples=TWO)
-    wanted = swapped_and_saved(model, batch, tmp_path / "swap")
-    assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
+    expected = swapped_and_saved(model, batch, tmp_path / "swap")
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), expected)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         timm.create_model(f"local-dir:{tmp_path / 'swap'}", pretrained=True)
 
@@ -186,8 +185,8 @@ def test_an_embedded_network(name, tmp_path):
     network = normscope.load(name, limit=2, device="cpu")
     batch = next(iter(network.inputs))
     result = swapped_and_saved(network.module, batch, tmp_path / "swap", network.about)
-    wanted = result if isinstance(result, torch.Tensor) else result[0]
-    assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
+    expected = result if isinstance(result, torch.Tensor) else result[0]
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), expected)
 
 
 def test_every_curve_is_computed_as_here():
@@ -257,14 +256,3 @@ def test_pointwise_py_is_never_run_here(tmp_path):
         "pointwise.py",
         "swap.json",
     ]
-
-
-def test_a_folder_of_a_download_is_not_overwritten(tmp_path):
-    folder = tmp_path / "downloaded"
-    folder.mkdir()
-    for name in ("model.safetensors", "config.json"):
-        (folder / name).write_text("theirs")
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    Swap(model, {"1": PointwiseFunction("tanh", 8)})
-    with pytest.raises(NormscopeError, match=r"config\.json in it would be lost"):
-        save_swapped(model, folder)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from networks import loaded_from, same, values_of
+from networks import loaded_from, network_of, same, values_of
 from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
@@ -21,25 +21,21 @@ from normscope.swaps.store.record import read_record, sealed
 from normscope.swaps.store.store import restored
 
 
-class Mixed(nn.Module):
+def mixed():
     """Norms of many layouts, an activation with weights, shared norms and weights, a transposed weight, and views."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), GroupNormAct(8, 2))
-        self.group, self.activated = nn.GroupNorm(2, 8), BatchNormAct2d(8, act_layer=nn.PReLU)
-        self.norm = self.again = nn.LayerNorm(8)
-        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-        self.third.weight = nn.Parameter(torch.randn(8, 8).t())
-        self.last = nn.LayerNorm(8, elementwise_affine=False)
-        base = torch.randn(12)
-        self.register_buffer("front", base[:8])
-        self.register_buffer("back", base[4:])
 
     def forward(self, x):
         x = self.activated(self.group(self.stem(x))).flatten(2).mT
         return self.third(self.last(self.second(self.again(self.first(self.norm(x)))))) + self.front + self.back
+
+    stem = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), GroupNormAct(8, 2))
+    group, activated, norm = nn.GroupNorm(2, 8), BatchNormAct2d(8, act_layer=nn.PReLU), nn.LayerNorm(8)
+    first, second, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight, third.weight = first.weight, nn.Parameter(torch.randn(8, 8).t())
+    parts = {"stem": stem, "group": group, "activated": activated, "norm": norm, "again": norm}
+    parts |= {"first": first, "second": second, "third": third, "last": nn.LayerNorm(8, elementwise_affine=False)}
+    base = torch.randn(12)
+    return network_of(forward, "Mixed", **parts, front=base[:8], back=base[4:])
 
 
 def tokens():
@@ -85,11 +81,11 @@ def folder(swapped, tmp_path):
 
 FORMULA = "mine=x/(1+abs(x)**3)**(1/3)"
 CASES = [
-    (Mixed, "dyt", "site", torch.float32),
-    (Mixed, "derf", "channel", torch.bfloat16),
-    (Mixed, "free", "site", torch.bfloat16),
-    (Mixed, FORMULA, "site", torch.bfloat16),
-    pytest.param(Mixed, "best", "site", torch.float32, marks=pytest.mark.slow),  # fits all curves, to write one of them
+    (mixed, "dyt", "site", torch.float32),
+    (mixed, "derf", "channel", torch.bfloat16),
+    (mixed, "free", "site", torch.bfloat16),
+    (mixed, FORMULA, "site", torch.bfloat16),
+    pytest.param(mixed, "best", "site", torch.float32, marks=pytest.mark.slow),  # fits all curves, to write one of them
     (tokens, "rmsnorm", "site", torch.bfloat16),
     (pictures, "rmsnorm", "site", torch.float32),
 ]
@@ -113,15 +109,15 @@ def test_restored_and_standalone_networks_are_equal_to_the_bit(make, curve, per,
     for again in (fresh, alone):
         mine, theirs = again.state_dict(), model.state_dict()
         assert same(mine, theirs) and all(mine[name].dtype == value.dtype for name, value in theirs.items())
-        if make is Mixed:
+        if make is mixed:
             assert again.norm is again.again and again.first.weight is again.second.weight
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert not {"second.weight", "again.alpha"} & set(file.keys())  # a tensor that two share is written once
 
 
 def test_the_record_of_a_folder(tmp_path):
-    model = trained(Mixed)
-    seen = find_norms(model, Batch((data(Mixed),))).sites
+    model = trained(mixed)
+    seen = find_norms(model, Batch((data(mixed),))).sites
     swap(model, "derf", seen, layers=["stem.1", "activated"], init="paper")
     about = {"model": "mine", "weights": "seed 0", "data": "noise"}
     save_swapped(model, tmp_path / "swap", about, func="derf", init="fit", healed=20)

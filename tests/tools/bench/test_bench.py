@@ -136,8 +136,8 @@ def test_the_network_stays_as_it_was(net, batch, uncompiled, one_call):
 
 
 def test_the_norm_and_its_gradients_are_timed(net, batch):
-    found = find_norms(net, batch)
-    native, *_ = norm_cases(net, variants(net, found.sites, ["dyt"]), commonest(found), ["eager"], BOTH)
+    norms = find_norms(net, batch)
+    native, *_ = norm_cases(net, variants(net, norms.sites, ["dyt"]), commonest(norms), ["eager"], BOTH)
     x, dy = (torch.randn(2, 7, 16, generator=generator) for generator in [torch.Generator().manual_seed(0)] * 2)
     with native.prepared() as run:
         gradients = run()
@@ -202,27 +202,29 @@ def test_kernels_in_the_interpreter_are_timed_as_fused():
 
 @pytest.mark.slow
 def test_compiled_for_real(net, batch):
-    found = find_norms(net, batch)
-    cases = norm_cases(net, variants(net, found.sites, "dyt")[::3], commonest(found), ["compile"], FORWARD)
+    norms = find_norms(net, batch)
+    cases = norm_cases(net, variants(net, norms.sites, "dyt")[::3], commonest(norms), ["compile"], FORWARD)
     with torch.no_grad(), module.compilations():
         rows = module.sampled(cases, torch.device("cpu"), 1)
     assert [timing.variant for timing in rows] == ["native", "dyt"]
     assert all(timing.samples and max(timing.samples) < 0.1 for timing in rows)  # compiling takes a second
 
 
-def test_mistakes(net, batch, monkeypatch):
-    for call, error, fragment in (
-        (lambda: bench(net, batch, "thanh"), UsageError, "There is no replacement 'thanh'"),
-        (lambda: bench(net, batch, "free"), UsageError, "free is what was fitted"),
-        (lambda: bench(net, batch, full=True, quick=True), UsageError, "leave full out"),
-        (lambda: bench(nn.Linear(2, 2), Batch((torch.ones(1, 2),))), ModelError, "no normalization of activations"),
-    ):
-        with pytest.raises(error, match=fragment):
-            call()
-    for asked, words in (("triton", "cannot be met"), ("fast", "There is no NORMSCOPE_KERNELS")):
-        monkeypatch.setenv(choice.VARIABLE, asked)
-        with pytest.raises(UsageError, match=words):
-            bench(net, batch, ["dyt"])
+@pytest.mark.parametrize(
+    ("kernels", "changes", "words"),
+    [
+        ("", {"curves": "thanh"}, "There is no replacement 'thanh'"),
+        ("", {"curves": "free"}, "free is what was fitted"),
+        ("", {"full": True, "quick": True}, "leave full out"),
+        ("", {"model": nn.Linear(6, 6)}, "no normalization of activations"),
+        ("triton", {}, "cannot be met"),
+        ("fast", {}, "There is no NORMSCOPE_KERNELS"),
+    ],
+)
+def test_refusals(net, batch, monkeypatch, kernels, changes, words):
+    monkeypatch.setenv(choice.VARIABLE, kernels)
+    with pytest.raises((UsageError, ModelError), match=words):
+        bench(**{"model": net, "batch": batch, "curves": "dyt", **changes})
 
 
 def test_failing_cases_do_not_stop_the_others(net, batch, monkeypatch, one_call):

@@ -4,7 +4,7 @@ from types import SimpleNamespace as Record
 
 import matplotlib.colors
 import pytest
-from rich.console import Console
+from artists import printed, shown
 
 from normscope.errors import UsageError
 from normscope.show.figures.style import STYLES
@@ -41,18 +41,6 @@ def report():
     return Record(about=about, device="cpu, 2 threads", rows=rows, left_out=("Left to --full: [much].",))
 
 
-def shown(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
-
-
-def text_of(tables, width):
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as capture:
-        for table in tables:
-            console.print(table)
-    return capture.get()
-
-
 def report_of(*rows, device="cuda"):
     return Record(about={}, device=device, rows=rows, left_out=())
 
@@ -86,7 +74,7 @@ def test_fused_bars_are_compared_with_the_eager_native_norm():
     assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == [2.0, 3.0, 2.0]
     assert matplotlib.colors.same_color(norm.patches[2].get_facecolor(), STYLES["light"].looks()["tanh"][0])
     assert "dotted: native norm, eager for fused" in foot_of(figure)
-    text = text_of(speed_tables(report), 80)
+    text = "".join(printed(table, 80) for table in speed_tables(report))
     assert "the norm alone · fused · forward" in text and "beside the eager native norm" in " ".join(text.split())
 
 
@@ -117,7 +105,7 @@ def test_tables_contain_the_verdicts(report):
         "the whole network · eager · forward · float32",
         "the whole network · eager · forward + backward · bfloat16",
     ]
-    text = text_of(tables, 100)
+    text = "".join(printed(table, 100) for table in tables)
     cells = [line.split() for line in text.splitlines()]
     assert ["DyT", "1.00", "ms", "0.90–1.20", "0.50", "5", "faster"] in cells
     assert ["DyT", "–", "–", "–", "–", "not", "run"] in cells

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import State, numbered_batches, same, values_of
+from networks import State, network_of, numbered_batches, same, values_of
 from safetensors.torch import load_file
 from torch import nn
 
@@ -32,20 +34,16 @@ from normscope.tools.heal.training import TrainedParameters, TrainingTargets, dr
 SITES = ["blocks.0.1", "blocks.1.1"]
 
 
-class Small(nn.Module):
+def small():
     """Two blocks with a LayerNorm each, and a head that has none."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)
-        )
-        self.head = nn.Linear(8, 3)
 
     def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
+
+    blocks = [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+    return network_of(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(8, 3))
 
 
 def batches(number, seed, data="noise"):
@@ -55,7 +53,7 @@ def batches(number, seed, data="noise"):
 @pytest.fixture(scope="module")
 def untrained():
     torch.manual_seed(0)
-    original = Small().eval()
+    original = small().eval()
     with torch.no_grad():
         for site in SITES:
             original.get_submodule(site).weight.copy_(0.5 + torch.rand(16))
@@ -106,8 +104,8 @@ def test_healing_closes_most_of_the_drift_and_reports_the_share(networks):
 def test_the_best_state_is_kept_and_never_one_worse_than_the_start(networks, monkeypatch, rate):
     original, swapped = networks
     monkeypatch.setattr(training, "rate_for", lambda width, steps: rate)
-    before, judged = drift(original, swapped), Pool.of(LEARN).validation
-    judged_before = drift(original, swapped, judged)
+    before, validation = drift(original, swapped), Pool.of(LEARN).validation
+    judged_before = drift(original, swapped, validation)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, steps=60)
     best = report.before["median"]
     least = [check.drift for check in report.checks if check.kept]
@@ -117,29 +115,28 @@ def test_the_best_state_is_kept_and_never_one_worse_than_the_start(networks, mon
     if rate == 1e4:
         assert report.restored and not least and drift(original, swapped) == before
     else:
-        assert drift(original, swapped, judged) == pytest.approx(least[-1], rel=1e-5)
+        assert drift(original, swapped, validation) == pytest.approx(least[-1], rel=1e-5)
     assert report.after["median"] <= report.before["median"]
     assert all(bool(value.isfinite().all()) for value in swapped.parameters())
 
 
 @pytest.mark.parametrize(("medians", "left"), [((1, 2, 3), "start"), ((3, 1, 2), "calibrated"), ((3, 2, 1), "trained")])
-def test_the_stage_with_the_least_held_out_drift_is_kept(networks, monkeypatch, medians, left):
+def test_the_stage_with_the_least_drift_on_validation_inputs_is_kept(networks, monkeypatch, medians, left):
     original, swapped = networks
-    quantiles, told, states = stages._quantiles, iter(medians), [values_of(swapped)]
+    quantiles, states, validation = stages._quantiles, [], itertools.chain(medians, itertools.repeat(medians[-1]))
 
     def decided(errors):
-        if len(errors) != 32:
-            return quantiles(errors)
-        states.append(values_of(swapped))
-        return {**quantiles(errors), "median": float(next(told))}
+        if len(errors) == 64:
+            return {**quantiles(errors), "median": float(next(validation))}
+        states.append(values_of(swapped))  # 32 held-out inputs, which report on each stage
+        return quantiles(errors)
 
     monkeypatch.setattr(stages, "_quantiles", decided)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24)
-    assert report.left_with == left and any(check.kept for check in report.checks)
+    assert report.left_with == left and report.training_kept == (left == "trained")
     assert report.restored == (left == "start")
-    of_stages = dict(zip(("start", "calibrated", "trained"), states[1:], strict=True))
-    assert same(values_of(swapped), of_stages[left])
-    assert not same(of_stages["start"], of_stages["calibrated"])
+    kept = dict(zip(("start", "calibrated", "trained"), states, strict=True))
+    assert same(values_of(swapped), kept[left]) and not same(kept["start"], kept["calibrated"])
 
 
 def test_calibration_uses_an_even_subset_of_many_inputs(networks, monkeypatch):
@@ -291,17 +288,17 @@ def test_healing_resumes_identically_to_the_bit(networks, whole, tmp_path, stage
         if (of_stage, done) == (stage, at):
             raise _StopError
 
-    options, told = {"steps": 24, "checkpoint": path}, []
+    options, stages_run = {"steps": 24, "checkpoint": path}, []
     with pytest.raises(_StopError) if stage else contextlib.nullcontext():
         normscope.heal(original, copy.deepcopy(other), LEARN, HELD_OUT, **options, progress=stopping)
     assert path.exists() == (stage != "calibrate")
     if not stage:  # a finished healing is only read
         assert not any(name.startswith(("moment", "trained")) for name in load_file(path))
-    resumed = normscope.heal(original, other, LEARN, HELD_OUT, **options, progress=lambda *now: told.append(now))
+    resumed = normscope.heal(original, other, LEARN, HELD_OUT, **options, progress=lambda *now: stages_run.append(now))
     assert same(values_of(other), values)
     assert resumed.as_dict() == report.as_dict()
-    assert ("calibrate" in {of_stage for of_stage, _, _ in told}) == (stage == "calibrate")
-    assert min((done for of_stage, done, _ in told if of_stage == "train"), default=None) == at
+    assert ("calibrate" in {of_stage for of_stage, _, _ in stages_run}) == (stage == "calibrate")
+    assert min((done for of_stage, done, _ in stages_run if of_stage == "train"), default=None) == at
 
 
 class _Clock:
@@ -429,16 +426,12 @@ def test_a_checkpoint_of_another_healing_is_refused(networks, tmp_path, changed,
         normscope.heal(original, other, **asked)
 
 
-@pytest.mark.parametrize("damage", ["bytes", "course"])
-def test_a_damaged_checkpoint_is_refused(networks, tmp_path, damage):
+def test_a_damaged_checkpoint_is_refused(networks, tmp_path):
     path = tmp_path / "at.safetensors"
     options = {"steps": 6, "checkpoint": path, "calibrated": False}
-    if damage == "bytes":
-        path.write_bytes(b"nothing")
-    else:
-        normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, **options)
-        header, tensors = read_checked(path, "normscope-healing", 6)
-        write_checked(path, {**header, "course": {"strange": 1}}, tensors)
+    normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, **options)
+    header, tensors = read_checked(path, "normscope-healing", 7)
+    write_checked(path, {**header, "course": {"strange": 1}}, tensors)
     with pytest.raises(DataError, match="remove it"):
         normscope.heal(*networks, LEARN, HELD_OUT, **options)
 
@@ -458,13 +451,12 @@ def test_flags_modes_and_random_states_are_restored(networks):
     assert all(parameter.grad is None for parameter in swapped.parameters())
 
 
-def test_mistakes(networks):
-    original, swapped = networks
-    arguments = {"original": original, "swapped": swapped, "learn": LEARN, "held_out": HELD_OUT}
-    for wrong, error, message in (
-        ({"swapped": original}, UsageError, "Nothing was swapped"),
-        ({"swapped": copy.deepcopy(original)}, UsageError, "Nothing was swapped"),
-        ({"swapped": copy.deepcopy(swapped).bfloat16()}, UsageError, "float32"),
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (lambda original, _: {"swapped": original}, UsageError, "Nothing was swapped"),
+        (lambda original, _: {"swapped": copy.deepcopy(original)}, UsageError, "Nothing was swapped"),
+        (lambda _, swapped: {"swapped": swapped.bfloat16()}, UsageError, "float32"),
         ({"steps": 0}, UsageError, "steps has to be at least 1, not 0"),
         ({"minutes": 0}, UsageError, "minutes has to be a time above 0, not 0"),
         ({"minutes": float("nan")}, UsageError, "minutes has to be a time above 0, not nan"),
@@ -474,9 +466,14 @@ def test_mistakes(networks):
         ({"learn": []}, DataError, "no batch"),
         ({"outputs": Outputs("tensor", lambda y, batch: y.mean())}, ModelError, "axis 0 has to count the samples"),
         ({"outputs": Outputs("tensor", lambda y, b: y.movedim(0, -1))}, ModelError, "axis 0 has to count the samples"),
-    ):
-        with pytest.raises(error, match=message):
-            normscope.heal(**{**arguments, **wrong})
+        ({"checkpoint": Path(__file__)}, DataError, "remove it"),
+    ],
+)
+def test_refusals(networks, changes, error, words):
+    arguments = {"original": networks[0], "swapped": networks[1], "learn": LEARN, "held_out": HELD_OUT}
+    changes = changes(*networks) if callable(changes) else changes
+    with pytest.raises(error, match=words):
+        normscope.heal(**arguments | changes)
 
 
 def test_infinite_outputs_do_not_select_a_state(networks):

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from networks import PreNorm
+from networks import PreNorm, same, values_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,16 +30,6 @@ def data(seed=0):
 def network():
     """Norms, and a dropout that reads torch's generator at every step."""
     return nn.Sequential(PreNorm(depth=2, width=8, classes=16), nn.Dropout(0.2), nn.Linear(16, 7))
-
-
-def weights_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same_weights(first, second):
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
 
 
 def assert_records(path, losses, *, before):
@@ -77,13 +67,13 @@ def test_the_trainer_of_transformers_trains_the_same_weights(tmp_path):
         examples = [{"input_ids": row, "labels": row} for row in tokens]
         trainer = transformers.Trainer(network(), arguments, train_dataset=examples, callbacks=callbacks)
         trainer.train(**options)
-        return weights_of(trainer.model), {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
+        return values_of(trainer.model), {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
 
     path = tmp_path / "run.jsonl"
     callback = trainer_callback(batch, every=EVERY, path=path)
     with_probe, logged = trained([callback])
     without, logged_without = trained([])
-    assert_same_weights(with_probe, without)
+    assert same(with_probe, without)
     assert logged == logged_without and callback.probe.steps == STEPS
     losses, before = [logged[step - 1] for step in (2, 4, 6)], Probe(network(), batch).run()
     assert assert_records(path, losses, before=before)[-1] == "model.norm"
@@ -128,12 +118,12 @@ def test_lightning_trains_the_same_weights(package, tmp_path, monkeypatch):
             module, DataLoader(examples, batch_size=4), ckpt_path=resume, **({"weights_only": False} if resume else {})
         )
         trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        return weights_of(module), module.losses
+        return values_of(module), module.losses
 
     path, batch = tmp_path / "run.jsonl", examples.tensors[0][:16]
     with_probe, losses = trained([lightning_callback(batch, every=EVERY, path=path)])
     without, losses_without = trained([])
-    assert_same_weights(with_probe, without)
+    assert same(with_probe, without)
     assert losses == losses_without
     # Of the last accumulated batch; Lightning halves and the callback doubles it, both exactly; a line has 17 digits.
     of_records, before = losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED], Probe(Classifier(), batch).run()
@@ -166,11 +156,11 @@ def test_a_loop_of_accelerate_takes_the_unwrapped_model(tmp_path):
             losses.append(loss.item())
             if probe and accelerator.sync_gradients:
                 probe.step(loss=loss)
-        return weights_of(unwrapped), losses
+        return values_of(unwrapped), losses
 
     with_probe, losses = trained(True)
     without, losses_without = trained(False)
-    assert_same_weights(with_probe, without)
+    assert same(with_probe, without)
     assert losses == losses_without
     timeline = load_timeline(path)
     assert timeline.steps.tolist() == [2, 4, 6]

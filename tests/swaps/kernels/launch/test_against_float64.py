@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from truth import BY_NUMPY, DEVICE, GPU, HALF_ULP, SLOPES, by_kernels, check, numbers, parameters, truth
 
 from normscope.swaps.kernels import launch
@@ -49,38 +47,9 @@ def test_every_layout(name):
     check(CURVES[list(LAYOUTS).index(name) % 3], x, parameters(shape, x.dtype, ALL), behind)
 
 
-@pytest.mark.parametrize("name", ["NCHW", "transposed", "permuted"])
-def test_a_gradient_of_other_strides_than_the_input(name):
-    x, shape, behind = LAYOUTS[name]
-    for dy in (x.new_tensor(0.7).expand(x.shape), numbers(x.shape[::-1], x.dtype, 4).permute(*range(x.ndim)[::-1])):
-        check("tanh", x, parameters(shape, x.dtype, each="alpha weight"), behind, dy)
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0,)], ids=str)
 def test_an_empty_input_has_gradients_of_zero(shape):
     check("isru", torch.ones(shape, device=DEVICE), parameters(shape[-1:], HALF, "weight" if shape[-1] else ""))
-
-
-@st.composite
-def inputs(draw):
-    """Draw a tensor that is permuted, cut out and expanded at random, with the axes of its channels."""
-    sizes = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
-    x = numbers((*sizes,), draw(st.sampled_from([torch.float32, HALF])), seed=draw(st.integers(0, 9)))
-    for axis, size in enumerate(sizes):
-        begin = draw(st.integers(0, size - 1))
-        x = x[(slice(None),) * axis + (slice(begin, None, draw(st.integers(1, 2))),)]
-    x = x.permute(draw(st.permutations(range(x.ndim))))
-    x = x.expand([draw(st.integers(1, 5)) if size == 1 else size for size in x.shape])
-    behind = draw(st.integers(0, x.ndim - 1))
-    end = x.ndim - behind
-    return x, tuple(x.shape[draw(st.integers(max(0, end - 2), end - 1)) : end]), behind
-
-
-@settings(max_examples=8 if GPU else 20, deadline=None)
-@given(inputs(), st.sampled_from(CURVES), st.sampled_from([ALL, "weight bias", "alpha", ""]))
-def test_random_strides(drawn, curve, each):
-    x, shape, behind = drawn
-    check(curve, x, parameters(shape, x.dtype, each), behind)
 
 
 # The channels, the parameters with one number per channel, and those that are absent.
