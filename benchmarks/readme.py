@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from swaps import arranged
 
 import normscope
-from normscope.fits.advice import layerwise
+from normscope.fits.layerwise import layerwise
 from normscope.fits.saturation import spread
 from normscope.inputs.held_out import learned_and_held_out
 from normscope.inputs.loaded_model import LoadedModel
@@ -46,17 +46,17 @@ def measured() -> list[Measurement]:
     seen = normscope.capture(network)
     demo = normscope.capture(normscope.load("demo_vit", device="cpu"))
     return [
-        *of_last_norm(network, seen),
+        *of_last_norm(seen),
         *of_swaps(network),
         *of_all_norms(MODEL, seen),
         *of_all_norms("demo_vit", demo),
     ]
 
 
-def of_last_norm(network: LoadedModel, seen: normscope.Capture) -> list[Measurement]:
+def of_last_norm(seen: normscope.Capture) -> list[Measurement]:
     """Fit tanh at the last norm, and describe its tails."""
     last = seen.only(seen.sites[-1].name)
-    [fit], [card] = normscope.fit(last, "tanh"), normscope.norm_cards(last, network)
+    [fit], [card] = normscope.fit(last, "tanh"), normscope.norm_cards(last)
     low, high = fit.intervals["alpha"]
     values = {
         "A": fit.amplitude,

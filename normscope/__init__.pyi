@@ -33,6 +33,7 @@ from .swaps.replace import replacements as replacements
 from .swaps.store.store import save_swapped as save_swapped
 from .tables import table as table
 from .tools.bench.bench import bench as bench
+from .tools.check.check import check as check
 from .tools.heal.heal import heal as heal
 from .tools.probe.probe import Probe as Probe
 from .tools.probe.timeline import load_timeline as load_timeline

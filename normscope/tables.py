@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from normscope.errors import UsageError
-from normscope.fits.advice import Advice, TokenSlopes
 from normscope.fits.card import NormCard
 from normscope.fits.comparison import Compared
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import GradientView
 from normscope.fits.saturation import Saturation
+from normscope.fits.token_slopes import TokenSlopes
 from normscope.pairs.captures import Capture
 from normscope.show.tables.card import card_tables, saturation_table
 from normscope.show.tables.drift import drift_tables, keep_table
-from normscope.show.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
+from normscope.show.tables.fit import channels_table, comparison_table, fits_table, slopes_table
 from normscope.show.tables.gradient import gradient_tables
 from normscope.show.tables.markup import Tables
 from normscope.show.tables.sites import layers_table
@@ -24,6 +24,8 @@ from normscope.show.tables.table import TextTable
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.tools.bench.reports import BenchReport
 from normscope.tools.bench.table import speed_tables
+from normscope.tools.check.reports import CheckReport
+from normscope.tools.check.table import check_tables
 from normscope.tools.heal.reports import HealReport
 from normscope.tools.heal.table import healing_tables
 from normscope.tools.probe.table import timeline_tables
@@ -40,10 +42,10 @@ _TABLES: dict[type, Callable[[Sequence[Any]], Iterable[TextTable]]] = {
     TokenSlopes: lambda slopes: [slopes_table(slopes)],
     Compared: lambda rows: [comparison_table(rows)],
     Timeline: lambda timelines: itertools.chain.from_iterable(map(timeline_tables, timelines)),
-    Advice: lambda advice: [advice_table(advice)],
     DriftReport: drift_tables,
     BenchReport: lambda reports: itertools.chain.from_iterable(map(speed_tables, reports)),
     KeepReport: lambda reports: map(keep_table, reports),
+    CheckReport: lambda reports: itertools.chain.from_iterable(map(check_tables, reports)),
     SimplifyReport: lambda reports: map(simplify_table, reports),
     HealReport: lambda reports: itertools.chain.from_iterable(map(healing_tables, reports)),
 }

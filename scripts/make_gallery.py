@@ -40,6 +40,7 @@ FIGURES = {
     "plot with.safetensors without.safetensors --layers 40,60 --compact --width 3.25": {
         "outputs/overview-compact.png": "smollm2-sink.png"
     },
+    "stats smollm2_135m --plot spikes.png --width 5.5": {"spikes.png": "smollm2-spikes.png"},
     "plot minilm --layers 8,9,12 --width 5.5": {"outputs/minilm-scurves.png": "minilm-scurves.png"},
     "plot --compact --width 5.5": {"outputs/overview-compact.png": "overview-compact.png"},
     "plot demo_dit --layers 4 --color token,channel --width 5.5": {

@@ -27,8 +27,8 @@ SECTIONS = {
         tools.probe.timeline.Timeline tools.probe.timeline.StepRecord
     """,
     "Fit": """
-        fit fits.curve_fit.CurveFit curves.known.Curve curve_of fits.advice.layerwise fits.advice.Layerwise
-        fits.advice.token_slopes fits.advice.TokenSlopes fits.advice.advise fits.advice.Advice
+        fit fits.curve_fit.CurveFit curves.known.Curve curve_of fits.layerwise.layerwise fits.layerwise.Layerwise
+        fits.token_slopes.token_slopes fits.token_slopes.TokenSlopes
     """,
     "Look": """
         plot figures.overview report page.report.Page norm_cards fits.card.NormCard saturation

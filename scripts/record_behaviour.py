@@ -38,7 +38,7 @@ NETWORK_ONCE = {
 CAPTURE = {
     "stats": f"stats {SEEN} --plot FOLDER/stats.svg --json",
     "fit": f"fit {SEEN} --func all --layers 4 --plot FOLDER/fit.svg --json",
-    "fit-no-shift": f"fit {SEEN} --no-shift --layers 2 --advise --weights-by gamma --json",
+    "fit-no-shift": f"fit {SEEN} --no-shift --layers 2 --weights-by gamma --json",
     "fit-channel": f"fit {SEEN} --per channel --layers 1 --func tanh --json",
     "fit-theory": f"fit {SEEN} --theory --layers 2 --json",
     "gradient": f"gradient {SEEN} --layers 2 -o FOLDER/gradient.svg --json",

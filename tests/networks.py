@@ -6,8 +6,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import normscope
 from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.trace import find_norms
+from normscope.tools.check.evidence import Evidence
 
 
 def numbered_batches(number, x_of, size=8, seed=0, data=""):
@@ -55,6 +58,12 @@ def inputs_of(model, names, batches, run=lambda model, batch: model(batch)):
 def report_of(model, *inputs):
     """Find the norms of a network with one batch of arguments for its forward."""
     return find_norms(model, next(as_batches([inputs])))
+
+
+def evidence_of(model, batches, **about):
+    """Return a network's evidence for the questions of a check."""
+    seen = normscope.capture(model, batches, about=about)
+    return Evidence.of(seen, model, batches=unpacked(model, batches)[1])
 
 
 class OneNorm(nn.Module):

@@ -69,7 +69,7 @@ def test_the_python_of_the_page_runs():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.parametrize("page", ["figures", "index", "probe", "related", "report", "scale-of-tokens"])
+@pytest.mark.parametrize("page", ["check", "figures", "index", "probe", "related", "report", "scale-of-tokens"])
 def test_the_python_of_other_pages_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks, names = python_of(page), {}

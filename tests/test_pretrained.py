@@ -7,6 +7,7 @@ from command_line import document, invoke
 from networks import sums_of
 
 import normscope
+from normscope.fits.spikes import stream_of
 from normscope.models.weights.repository import COPIES, copy_of
 
 REPOSITORIES = {copy.name: repository for repository, copy in COPIES.items()}
@@ -122,3 +123,35 @@ def test_smart_turn_is_straight_at_first_and_an_s_at_last():
 def test_smollm2_continues_and_is_judged_by_perplexity():
     network = normscope.load(fetched("smollm2_135m"), device="cpu")
     assert type(network.module).__name__ == "LlamaForCausalLM" and network.task.measure == "perplexity"
+
+
+# Per network: the spike's first norm and writer, channel, positions and last massive norm; the module that writes.
+SPIKES = {
+    "smart_turn": ("layers.3.self_attn_layer_norm", "FFN of layers.2", 375, [61, 62], None, "layers.2.fc2"),
+    "smollm2_135m": (
+        *("model.layers.12.input_layernorm", "FFN of model.layers.11", 507, [0]),
+        *("model.layers.28.post_attention_layernorm", "model.layers.11.mlp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPIKES)
+def test_the_largest_spike_is_what_the_named_sublayer_writes(name):
+    """Against a hook on that sublayer: its output at the spike's tokens is nearly all of x at the next norm."""
+    born, writer, channel, positions, last_massive, path = SPIKES[name]
+    network = normscope.load(fetched(name), device="cpu", limit=8)
+    seen = normscope.capture(network)
+    spike = max(stream_of(seen).spikes, key=lambda spike: spike.ratio)
+    assert (spike.site, spike.written_by, spike.channel, spike.last) == (born, writer, channel, seen.sites[-1].name)
+    assert sorted(spike.positions) == [(position, seen.n_samples) for position in positions]
+    assert (spike.massive or (None, None))[1] == last_massive
+    assert spike.cosine > 0.99 and spike.removed_by is None
+    written = []
+    hook = network.module.get_submodule(path).register_forward_hook(lambda _, __, output: written.append(output))
+    with torch.no_grad():
+        for batch in network.inputs:
+            network.module(*batch.args, **batch.kwargs)
+    hook.remove()
+    outputs = torch.cat([output[:, positions, channel].flatten() for output in written])
+    reach = float(seen.stats[born].reach[channel])
+    assert float(outputs.abs().max()) == pytest.approx(reach, rel=0.02)

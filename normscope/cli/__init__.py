@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import normscope
 from normscope.cli.commands.capture import capture, merge
+from normscope.cli.commands.check import check
 from normscope.cli.commands.compare import compare
 from normscope.cli.commands.curves import curves
 from normscope.cli.commands.fit import fit
@@ -78,7 +79,8 @@ class _InPanels(TyperCommand):
             )
         if "--device-map" in left_out and "--device" in options:
             raise UsageError(f"{self.name} takes a network on one device; leave --device-map out.")
-        return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
+        aliased = args if "--sites" in options else [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args]
+        return super().parse_args(ctx, aliased)
 
 
 class _Group(TyperGroup):
@@ -115,7 +117,7 @@ app = typer.Typer(
     "NORMSCOPE_DEBUG=1 prints the traceback of an error.",
 )
 for _command in (
-    *(plot, fit, stats, gradient, report, compare, timeline, swap_bench, swap, heal, simplify),
+    *(plot, fit, stats, check, gradient, report, compare, timeline, swap_bench, swap, heal, simplify),
     *(capture, merge, layers, curves, models),
 ):
     app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.epilog)(_command)  # type: ignore[attr-defined]

@@ -244,15 +244,12 @@ Alpha = Annotated[
 ]
 _SHIFT = "Fit the shift s in f(αx + s), the default, or not"
 Shift = Annotated[bool, _fit("--shift/--no-shift", help=f"{_SHIFT}.")]
-FitShift = Annotated[bool | None, _fit("--shift/--no-shift", help=f"{_SHIFT}; --theory and --advise fit none.")]
+FitShift = Annotated[bool | None, _fit("--shift/--no-shift", help=f"{_SHIFT}; --theory fits none.")]
 WeightsBy = Annotated[
     str,
     _fit(
         "--weights-by", metavar="HOW", help="Weights: pairs, equal; gamma, γ² (what the next layer sees); x, even in x."
     ),
-]
-Advise = Annotated[
-    bool, _fit("--advise", help="Recommend start values for a training without norms, per kind of site.")
 ]
 
 _REFITTED = "neighbours, the functions and the linear layers beside them; or norms, the functions alone"
@@ -316,7 +313,9 @@ Dtype = Annotated[
     ),
 ]
 _BatchSizeOption = functools.partial(_running, "--batch-size", metavar="N", parser=_POSITIVE)
-BatchSize = Annotated[int, _BatchSizeOption(help="Samples per forward pass, at most; halved if memory ends.")]
+BatchSize = Annotated[
+    int, _BatchSizeOption(help="Samples per forward pass, at most; halved if memory ends.", hidden=True)
+]
 HealBatchSize = Annotated[
     int | None, _BatchSizeOption(help="Samples per forward pass, at most; by default 16, and for py: its own batches.")
 ]
@@ -443,6 +442,11 @@ PerChannel = Annotated[bool, _output("--per-channel", help="Also keep sums per c
 Channels = Annotated[
     bool, _output("--channels", help="Also report the channels that set σ, or produce output (a second pass).")
 ]
+Eps = Annotated[
+    float | None,
+    _model("--eps", metavar="EPS", parser=_number(float, 0), help="An eps to compare with that of each norm."),
+]
+Sites = Annotated[bool, _output("--sites", help="Also print the numbers of every site, a table per question.")]
 Diagonal = Annotated[
     bool, _output("--diagonal", help="Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.")
 ]

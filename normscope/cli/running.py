@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from normscope.pairs.ranks import Ranks
 
 # Options that `normscope capture` alone has; commands that take captures do without them.
-CAPTURE_ONLY = ("shuffle", "sample", "device_map", "workers", "verify")
+CAPTURE_ONLY = ("shuffle", "sample", "device_map", "workers", "verify", "guidance")
 _SUM_OPTIONS = ("sample", "skip", "verify")  # options that normscope.load does not take
 _BY = ("timestep",)
 
@@ -186,11 +186,3 @@ def captures(
             yield from parts if by else [seen]
     if not speaks:
         raise typer.Exit
-
-
-def family_of(capture: Capture) -> str | None:
-    """Return the family of a captured model; None for a user's own network."""
-    try:
-        return capture.about.get("family") or registry.find(capture.about["model"]).family.partition(",")[0]
-    except ModelError:
-        return None

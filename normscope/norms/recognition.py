@@ -141,7 +141,7 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     tensors = itertools.chain(module.parameters(), module.buffers())
     like = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.zeros(()))
     twin = copied(module).eval()
-    for shape in _shapes_at(site):
+    for shape in shapes_at(site):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
         try:
             args, kwargs = call_with(twin, x.clone())  # it may overwrite its input
@@ -192,7 +192,7 @@ def ignored(module: nn.Module, x: Tensor) -> set[str]:
     return places
 
 
-def _shapes_at(site: NormSite) -> Iterator[list[int]]:
+def shapes_at(site: NormSite) -> Iterator[list[int]]:
     """Yield shapes of inputs with the site's channels along its channel axes."""
     if site.grouped and site.channel_axis == 1:
         yield [2, site.channels, *site.normalized_shape[1:]]

@@ -45,6 +45,7 @@ def document(
     fits: Sequence[Sequence[CurveFit]],
     swaps: Mapping[str, Any],
     timeline: Timeline | None = None,
+    checks: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> dict[str, Any]:
     """Return the page's data; below ``drawn``, that of each site's figures, which are read when it is opened.
 
@@ -56,9 +57,15 @@ def document(
         raise UsageError("There is no capture to report on.")
     if len(seen) != len(fits):
         raise UsageError(f"There are {len(seen)} captures and {len(fits)} lists of fits; give one for each.")
+    checks = checks or [[]] * len(seen)
+    if len(checks) != len(seen):
+        raise UsageError(f"There are {len(seen)} captures and {len(checks)} checks; give one for each, or None.")
     elements = _ELEMENTS // max(sum(len(capture.sites) for capture in seen), 1)
     elements = min(max(elements, _LEAST_ELEMENTS), _MOST_ELEMENTS)
-    captures = [capture_data(capture, capture_fits, elements) for capture, capture_fits in zip(seen, fits, strict=True)]
+    captures = [
+        capture_data(capture, capture_fits, elements) | {"check": list(answers)}
+        for capture, capture_fits, answers in zip(seen, fits, checks, strict=True)
+    ]
     sites = {
         f"drawn-{number}-{site_number}": site
         for number, capture in enumerate(captures)

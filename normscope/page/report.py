@@ -6,10 +6,10 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -23,14 +23,16 @@ from normscope.page.document import document
 from normscope.page.swap_results import SwapResults, swap_results
 from normscope.pairs.captures import Capture
 from normscope.runtime.files import visible, whole_file
+from normscope.runtime.records import Record
 from normscope.tools.probe.timeline import Timeline
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
     *("palette", "reading", "functions", "axes", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
-    *("overview", "site", "explorer", "swap", "training", "compare", "page"),
+    *("overview", "site", "explorer", "check", "swap", "training", "compare", "page"),
 )
+Checks: TypeAlias = "Record | Mapping[str, Any] | Sequence[Record | Mapping[str, Any] | None] | None"
 _ASSETS = resources.files("normscope.page") / "assets"
 _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}
 
@@ -86,8 +88,9 @@ def report(
     *,
     drift: SwapResults | None = None,
     timeline: Timeline | None = None,
+    check: Checks = None,
 ) -> Page:
-    """Make one HTML page of captures, their fits, a swap and a training, to open from disk and to send.
+    """Make one HTML page of captures, their fits, a check, a swap and a training, to open from disk and to send.
 
     Args:
         seen: the result of :func:`normscope.capture`, or its file; or several, which are also shown side by side.
@@ -95,13 +98,15 @@ def report(
         drift: the result of :func:`normscope.drift` or :func:`normscope.bench`, or several of these; or the document
             that ``normscope swap-bench --json`` prints.
         timeline: the result of :func:`normscope.load_timeline`.
+        check: the result of :func:`normscope.check`, or its JSON; for several captures a list, with None for one that
+            was not checked.
 
     Returns:
         A :class:`Page`; ``.save("FILE.html")`` writes it.
 
     Raises:
-        UsageError: if there is no capture, if captures and lists of fits differ in number, or if ``drift`` is of
-            another type.
+        UsageError: if there is no capture, if captures and lists of fits or checks differ in number, or if ``drift`` is
+            of another type.
         DataError: if the document of a swap is invalid.
 
     >>> import normscope, torch
@@ -113,7 +118,11 @@ def report(
     """
     given = [seen] if isinstance(seen, (Capture, str, Path)) else seen
     captures = [as_capture(capture, "report") for capture in given]
-    return Page(document(captures, _of_each(captures, fits), swap_results(drift), timeline))
+    checks: list[Any] = [*check] if isinstance(check, (list, tuple)) else [check] + [None] * (len(captures) - 1)
+    answers = [
+        (entry if isinstance(entry, Mapping) else entry.as_dict())["answers"] if entry else [] for entry in checks
+    ]
+    return Page(document(captures, _of_each(captures, fits), swap_results(drift), timeline, answers))
 
 
 def _of_each(captures: Sequence[Capture], fits: Any) -> list[Sequence[CurveFit]]:

@@ -22,7 +22,9 @@ from normscope.runtime.files import visible
 from normscope.runtime.records import as_json
 from normscope.show.figures.axes import ASINH, LINEAR, Limits, XAxis, mean_line, pairs_beyond, scales_of
 from normscope.show.figures.panel_data import drawn_pairs, image, residuals
-from normscope.show.tables.card import card_lines
+from normscope.show.tables.card import card_tables
+from normscope.show.tables.glossary import definitions
+from normscope.show.tables.table import NONE
 
 Array = NDArray[np.float64]
 
@@ -58,7 +60,7 @@ def site_data(
         "folds": stats.fold_by,
         "bound": site.bound if math.isfinite(site.bound) else None,
         "nothing": card.degenerate or ("" if stats.n_pairs else "no pair"),
-        "card": [[question, visible(answer)] for question, answer in card_lines(card)],
+        "card": card_data(card),
         "numbers": as_json(numbers(card, stats)),
         "fits": [fit.as_dict() | {name: as_json(getattr(fit, name)) for name in _ALSO_OF_A_FIT} for fit in fits],
         "drawn": None,
@@ -83,6 +85,13 @@ def site_data(
         "diagonal": diagonal_data(site, stats, axis),
     }
     return data
+
+
+def card_data(card: NormCard) -> list[list[str]]:
+    """Return heading, number and definition of every column of a card's tables."""
+    tables, terms = card_tables([card]), definitions("stats")
+    cells = [cell for table in tables for cell in list(zip(table.headings, table.rows[0], strict=True))[1:]]
+    return [[heading, visible(cell), terms.get(heading, "")] for heading, cell in cells if cell != NONE]
 
 
 def axis_data(stats: PairStats, axis: XAxis, y: Limits) -> dict[str, Any]:

@@ -60,7 +60,11 @@ MISTAKES = [
     (f"plot py:{FACTORIES}:overflowing", 4, "All tokens at 1 norm site"),
     ("plot --device cuda:7", 5, "The device 'cuda:7' is not available: "),
     ("plot --device tpu", 2, "There is no device 'tpu'"),
-    ("plot demo_vit --guidance 4", 2, "demo_vit is no diffusion model: guidance can have no effect on it."),
+    (
+        "capture demo_vit --guidance 4 -o seen.safetensors",
+        2,
+        "demo_vit is no diffusion model: guidance can have no effect on it.",
+    ),
     ("fit demo_vit --by timestep", 2, "demo_vit has no timesteps to keep apart; diffusion models have."),
     ("fit demo_vit --by timestp", 2, "There is no part 'timestp'. Did you mean 'timestep'?"),
     # captures

@@ -12,7 +12,6 @@ from torch import nn
 
 import normscope
 from normscope.fits.saturation import MODULE, with_modules
-from normscope.show.tables.card import card_table
 
 D = 24
 END = math.atanh(math.sqrt(0.95))  # tanh′ = 1 − tanh² is 0.05 there
@@ -175,16 +174,6 @@ def test_without_a_finite_pair_only_the_parameters_remain():
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     (card,) = normscope.norm_cards(seen)
     assert card.degenerate == "no finite pair" and card.as_dict()["saturation"] == row
-
-
-def test_the_card_of_one_function_answers_with_its_numbers(everything):
-    _, records, _, seen = everything
-    card = normscope.norm_cards(seen)[1]
-    lines = dict(card_table(card).rows)
-    assert "PointwiseFunction" in lines["site"] and "eps" not in lines["site"]
-    assert lines["α"].startswith("0.4 (") and lines["s"].startswith("0.3 (")
-    assert lines["saturated"].startswith(f"{100 * records[1].saturated:.1f} % (share of pairs beyond")
-    assert "σ" not in lines and "kurtosis of x" in lines
 
 
 def test_the_modules_own_function_joins_its_fits(everything):

@@ -170,7 +170,6 @@ def test_every_step_refuses_a_single_batch():
         lambda: normscope.calibrate(model, swapped, x),
         lambda: normscope.heal(model, swapped, [x], x),
         lambda: normscope.keep(model, x, modules, max_drift=1.0),
-        lambda: normscope.norm_cards(seen, model, x),
         lambda: normscope.Probe(model, x, samples=2),
         lambda: learned_and_held_out(x),
     ):

@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.fits.advice import advise, token_slopes
+from normscope.fits.token_slopes import token_slopes
 
 D = 8
 
@@ -229,13 +229,12 @@ def test_verification_fails_for_another_function_than_at_first():
         normscope.capture(nn.Sequential(Changing(D)), [noise(4, 5, D)], verify=True)
 
 
-def test_theory_advice_and_slopes_of_tokens_are_of_norms_alone():
+def test_theory_and_slopes_of_tokens_are_of_norms_alone():
     model, functions = trained(NETWORKS["mixed"]()), {"stem_norm", "norm"}
     seen = normscope.capture(model, [noise(8, 3, 8, 8)], layers=[*functions, "blocks.0.norm1"], diagonal=True)
     theory = normscope.fit(seen, "tanh", theory=True)
     assert {fit.site for fit in theory if fit.nothing} == functions
     assert all("point-wise function" in fit.nothing for fit in theory if fit.nothing)
-    assert not functions & {row.kind for row in advise(theory, seen.sites)}
     assert not functions & {row.site for row in token_slopes(seen)}
     reasons = {view.site: view.reason for view in normscope.gradient(seen, ()) if view.reason}
     assert reasons == dict.fromkeys(functions, "a point-wise function: its Jacobian is diagonal")

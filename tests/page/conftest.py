@@ -95,9 +95,24 @@ def swaps():
 
 
 @pytest.fixture(scope="session")
-def pages(seen, fits, other, swaps, tmp_path_factory):
-    """Files of a page of one capture with swaps, and of a page of two captures; the first page."""
-    folder, page = tmp_path_factory.mktemp("pages"), normscope.report(seen, fits, drift=swaps)
+def checked():
+    """What check prints, as far as the page reads it: an answer with sites, and one without."""
+    site = {"site": HOSTILE, "bound": 1234.5, "channels": 16, "keep": True, "none": None, "folds": ["<b>", "two"]}
+    sites = [site, {**site, "site": "second", "bound": 0.5, "keep": False}]
+    answer = {
+        "question": "attention <b>",
+        "verdict": "note",
+        "sentence": "see `normscope simplify` <b>",
+        "site": HOSTILE,
+    }
+    omitted = {"question": "γ", "verdict": "omitted", "sentence": "not here", "site": None, "sites": []}
+    return {"model": "net", "answers": [{**answer, "sites": sites}, omitted]}
+
+
+@pytest.fixture(scope="session")
+def pages(seen, fits, other, swaps, checked, tmp_path_factory):
+    """Files of a page of one capture with swaps and a check, and of a page of two captures; the first page."""
+    folder, page = tmp_path_factory.mktemp("pages"), normscope.report(seen, fits, drift=swaps, check=checked)
     few = [[fit for fit in fits if fit.curve in ("tanh", "isru")], normscope.fit(other, "tanh,isru")]
     two = normscope.report([seen, other], few).save(folder / "two.html")
     return SimpleNamespace(one=page.save(folder / "one.html"), two=two, page=page)

@@ -15,7 +15,7 @@ import normscope
 from normscope.show.tables.glossary import definitions
 
 FIRST = "#view=site&site=first"
-VIEWS = ("overview", "site", "explorer", "swap", "compare")
+VIEWS = ("overview", "site", "explorer", "check", "swap", "compare")
 PLOT = "const plot = [...Plot.all.values()][0];"
 LINES = f"{PLOT} return [...plot.host.querySelectorAll('[data-line]')].map((line) => line.dataset.line)"
 LIMITS = f"{PLOT} return [plot.x.low, plot.x.high, plot.y.low, plot.y.high]"
@@ -169,7 +169,7 @@ def test_charts_describe_their_data(page, fits):
 @pytest.mark.parametrize("view", VIEWS)
 def test_names_of_controls_contain_their_visible_text(browser, pages, view):
     """WCAG 2.5.3: whoever speaks the words on a button presses it."""
-    page = browser.open(pages.one if view == "swap" else pages.two, f"#view={view}&pick=channel:3")
+    page = browser.open(pages.one if view in ("check", "swap") else pages.two, f"#view={view}&pick=channel:3")
     visible = page.run("""return [...document.querySelectorAll("button[aria-label]")].map((button) => (
         [button.ariaLabel, button.innerText.replace(/[^\\p{L}\\d ]/gu, "").trim()]))""")
     assert visible and [pair for pair in visible if pair[1].lower() not in pair[0].lower()] == []
@@ -179,6 +179,23 @@ def test_fits_show_every_column_beside_each_other(browser, pages):
     page = browser.open(pages.one, FIRST)
     width, room = page.run("const s = document.querySelector('.scrolls'); return [s.scrollWidth, s.clientWidth]")
     assert width <= room and page.texts("th")[-1] == "saturated"
+
+
+def test_a_check_is_a_row_per_question_with_its_sites_folded(browser, pages, hostile):
+    page = browser.open(pages.one, "#view=check")
+    assert page.texts(".answer .verdict") == ["note", "omitted"]
+    assert page.texts(".answer strong") == ["attention <b>: ", "γ: "]
+    assert (
+        page.texts(".answer code") == ["normscope simplify"]
+        and "see normscope simplify <b>" in page.texts("summary")[0]
+    )
+    assert page.run("return document.querySelector('details').open") is False
+    page.driver.find_element(By.CSS_SELECTOR, "summary").send_keys(Keys.ENTER)
+    assert page.run("return document.querySelector('details').open") is True
+    cells = page.texts("details td")
+    assert cells[1:6] == ["1230", "16", "yes", "–", "<b>, two"] and cells[7:10] == ["0.5", "16", "no"]
+    page.click("details tr:nth-child(2) .link")
+    assert page.texts("h2") == ["1 second"]
 
 
 def test_rows_of_zeros_alone_are_not_drawn(browser, pages):
@@ -268,7 +285,7 @@ def test_light_and_dark_follow_the_system_until_asked(browser, pages):
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_nothing_is_wider_than_a_telephone(browser, pages, view):
-    page = browser.open(pages.one if view == "swap" else pages.two, f"#view={view}", width=390)
+    page = browser.open(pages.one if view in ("check", "swap") else pages.two, f"#view={view}", width=390)
     assert page.run("return document.documentElement.scrollWidth") <= 390
     ends = page.run("return [...document.querySelectorAll('figcaption button')].map((b) => b.getBoundingClientRect())")
     assert all(end["width"] > 0 and end["right"] <= 390 for end in ends)

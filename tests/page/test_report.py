@@ -97,7 +97,21 @@ def test_a_report_takes_files_of_captures(seen, tmp_path):
     assert normscope.report(file).title == normscope.report([str(file)]).title == normscope.report(off).title
 
 
-VIEWS = {"one": ["overview", "site", "explorer", "swap"], "two": ["overview", "site", "explorer", "compare"]}
+def test_a_check_belongs_to_its_capture(seen, other, checked):
+    record = normscope.check(other)
+    [first, second] = documents_of(normscope.report([seen, other], check=[None, record]))
+    assert first == [] and [answer["question"] for answer in second] == [answer.question for answer in record.answers]
+    assert documents_of(normscope.report([seen, other], check=checked)) == [checked["answers"], []]
+    with pytest.raises(UsageError, match="There are 1 captures and 2 checks"):
+        normscope.report(seen, check=[checked, checked])
+
+
+def documents_of(page):
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.DOTALL)
+    return [capture["check"] for capture in json.loads(text)["captures"]]
+
+
+VIEWS = {"one": ["overview", "site", "explorer", "check", "swap"], "two": ["overview", "site", "explorer", "compare"]}
 
 
 @pytest.mark.parametrize("which", VIEWS)

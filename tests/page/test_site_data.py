@@ -14,6 +14,7 @@ from normscope.page.document import capture_data
 from normscope.page.site_data import COLUMNS, ROWS
 from normscope.show.figures.axes import XAxis, scales_of
 from normscope.show.figures.panel_data import image
+from normscope.show.tables.glossary import definitions
 
 
 def unpacked(array):
@@ -92,15 +93,16 @@ def test_axes_are_the_figures_and_count_the_pairs_beyond():
 
 def test_the_card_is_the_command_line_s(sites, seen):
     printed = str(normscope.table(normscope.norm_cards(seen)["second"]))
-    for question, answer in sites["second"]["card"]:
-        assert question in printed and answer in printed
+    assert len(sites["second"]["card"]) > 15
+    for heading, cell, definition in sites["second"]["card"]:
+        assert heading in printed and cell in printed and definition in [*definitions("stats").values(), ""]
 
 
 def test_a_point_wise_function_has_a_card_of_its_own():
     x = torch.randn(40, 5, 16, generator=torch.Generator().manual_seed(0))
     seen = normscope.capture(nn.Sequential(normscope.Derf(16, alpha=0.4, shift=0.1)), [x])
     [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
-    card = {question: answer.partition(" ")[0] for question, answer in site["card"]}
+    card = {heading: cell.partition(" ")[0] for heading, cell, _ in site["card"]}
     assert (card["f"], card["α"], card["s"], card["dead"]) == ("derf", "0.4", "0.1", "0")
     assert float(card[">1"]) == pytest.approx(100 * float(((0.4 * x + 0.1).abs() > 1).double().mean()), abs=0.05)
     assert "σ" not in card and site["numbers"]["sigma"] is None

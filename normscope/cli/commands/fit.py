@@ -8,7 +8,7 @@ import normscope
 from normscope.cli import options
 from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, family_of, sources
+from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.errors import UsageError, unknown
 
 _LEVELS = ("site", "channel", "token")
@@ -31,7 +31,6 @@ def fit(
     alpha: options.Alpha = None,
     shift: options.FitShift = None,
     weights_by: options.WeightsBy = "pairs",
-    advise: options.Advise = False,
     layers: options.Layers = "all",
     run: RunOptions,
     by: options.By = None,
@@ -40,18 +39,17 @@ def fit(
     out: Output,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
-    from normscope.fits import advice
     from normscope.fits.fit import check_fit
+    from normscope.fits.layerwise import layerwise
     from normscope.fits.saturation import with_modules
-    from normscope.show.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
+    from normscope.fits.token_slopes import token_slopes
+    from normscope.show.tables.fit import channels_table, fits_table, layerwise_line, slopes_table
 
     if per not in _LEVELS:
         raise UsageError(unknown("level", per, _LEVELS))
-    if plot and (per != "site" or pool or advise):
-        raise UsageError("--plot draws the fits of each site by itself; leave --per, --pool and --advise out.")
-    if advise and (per != "site" or pool):
-        raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
-    form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": not advise if shift is None else shift}
+    if plot and (per != "site" or pool):
+        raise UsageError("--plot draws the fits of each site by itself; leave --per and --pool out.")
+    form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": True if shift is None else shift}
     by_token = per == "token"
     chosen = (func, pool, weights_by, amplitude, theory, alpha, shift)
     if by_token and chosen != (_CURVES, None, "pairs", "free", False, None, None):
@@ -68,25 +66,19 @@ def fit(
     for capture in captures([(name, run) for name in names], layers, out, by, **sums):
         out.heading(capture.about)
         seen.append(capture)
-        if by_token or advise:
+        if by_token:
             for site in capture.sites:
                 if site.pointwise is not None:
                     out.remark(f"left out {site.name} ({site.kind}): a point-wise function, which normalizes no token")
-        if by_token:
-            slopes = advice.token_slopes(capture)
+            slopes = token_slopes(capture)
             out.table(slopes_table(slopes))
             rows += [row.as_dict() for row in slopes]
             continue
         fits = normscope.fit(capture, func, **how)
-        if advise:
-            starts = advice.advise(fits, capture.sites, family=family_of(capture))
-            out.table(advice_table(starts))
-            rows += [row.as_dict() for row in starts]
-            continue
         shown = with_modules(capture, fits) if per == "site" and pool is None else fits
         out.table(channels_table(fits) if per == "channel" else fits_table(shown))
         rows += [fit.as_dict() for fit in shown]
-        summary = advice.layerwise(fits) if per == "site" and pool is None else None
+        summary = layerwise(fits) if per == "site" and pool is None else None
         if summary is not None and summary.sites > 1:
             out.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
@@ -95,9 +87,5 @@ def fit(
 
             figure = normscope.figures.plot_depth(capture, fits, **look.figure_options)
             files.save(figure, heading(capture.about), "depth", capture, out)
-    document: dict[str, Any] = {"fits": rows, "layerwise": summaries}
-    if by_token:
-        document = {"slopes": rows}
-    elif advise:
-        document = {"note": advice.NOTE, "advice": rows}
+    document = {"slopes": rows} if by_token else {"fits": rows, "layerwise": summaries}
     out.document({**document, "skipped": skipped_as_json(seen)}, rows)

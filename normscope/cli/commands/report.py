@@ -11,6 +11,7 @@ from normscope.cli import options
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.errors import UsageError
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.runtime.files import check_writable, file_stem
 
 _OF_A_MODEL = 2  # inputs that are kept
@@ -39,6 +40,7 @@ def report(
     from normscope.fits.fit import check_fit
     from normscope.page.swap_results import read_swap_results
     from normscope.pairs.kept_inputs import first_inputs
+    from normscope.tools.check.check import check_capture
 
     check_fit(func)
     names = sources(models, run, by, out)
@@ -47,13 +49,15 @@ def report(
     swaps = read_swap_results(swap_bench) if swap_bench else None
     training = normscope.load_timeline(timeline) if timeline else None
     kept: dict[str, Any] = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
-    seen, fits, shown = [], [], []
-    for captured in captures([(name, run) for name in names], layers, out, by, **kept):
+    seen, fits, shown, checks, loaded = [], [], [], [], list[LoadedModel]()
+    for captured in captures([(name, run) for name in names], layers, out, by, loaded.append, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
         seen.append(capture)
         fits.append(normscope.fit(capture, func, shift=shift))
+        network = loaded.pop() if loaded else None  # of this capture, unless it was read from a file
+        checks.append(check_capture(captured, None if by else network))
         shown.append({**capture.about, "sites": [site.name for site in capture.sites]})
-    normscope.report(seen, fits, drift=swaps, timeline=training).save(path)
+    normscope.report(seen, fits, drift=swaps, timeline=training, check=checks).save(path)
     size = path.stat().st_size
     out.result(f"{path} ({size / 1e6:.1f} MB)")
     out.document({"page": str(path), "bytes": size, "captures": shown, "skipped": skipped_as_json(seen)})

@@ -2,6 +2,7 @@
 // What is open, and the address that keeps it, so that a link opens the page as it was sent.
 
 const VIEWS = { overview: "Overview", site: "Site", explorer: "Explorer" };
+if (PAGE.captures.some(({ check }) => check.length)) VIEWS.check = "Check";
 if (PAGE.swaps.drift.length || PAGE.swaps.speed.length) VIEWS.swap = "Swap";
 if (PAGE.training) VIEWS.training = "Training";
 if (PAGE.captures.length > 1) VIEWS.compare = "Compare";

@@ -27,9 +27,9 @@ function warning(text) {
   return element("p", { class: "warning", text });
 }
 
-// Pairs of a name and a text, as a list.
+// Pairs of a name and a text, as a list; a third text is the name's tooltip.
 function card(pairs) {
-  const lines = pairs.flatMap(([name, text]) => [element("dt", { text: visible(name) }), element("dd", { text: visible(text) })]);
+  const lines = pairs.flatMap(([name, text, title]) => [element("dt", { text: visible(name), title: title || null }), element("dd", { text: visible(text) })]);
   return element("dl", { class: "card" }, lines);
 }
 

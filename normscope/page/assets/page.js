@@ -1,7 +1,7 @@
 "use strict";
 // The page: its head, its tabs, its keys, light and dark, and what is shown in it.
 
-const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, swap: swapView, training: trainingView, compare: compareView };
+const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, check: checkView, swap: swapView, training: trainingView, compare: compareView };
 const KEYS = [
   ["← →", "previous site, next site"], ["1 2 …", Object.values(VIEWS).join(", ").toLowerCase()], ["/", "search tokens and channels"],
   ["d t c", "colour by density, token, channel"], ["l", "light or dark theme"], ["?", "this help"], ["Esc", "close it"],

@@ -1,4 +1,4 @@
-"""Channels' shares of Σx² over the depth, and the positions of the tokens of largest |x|."""
+"""Spikes, channels' shares of Σx² and the positions of the tokens of largest |x|, over the depth."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from normscope.errors import DataError, count
 from normscope.fits.card import NormCard, Tails
+from normscope.fits.spikes import SPIKE_RATIO, Stream, stream_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
-from normscope.show.figures.sheet import draw_guides, inches_of, key, sheet_of, site_labels
+from normscope.show.figures.sheet import draw_guides, inches_of, key, scale_by_factors, sheet_of, site_labels
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
 from normscope.show.figures.text import name_sites, names_inches, write_at
 
@@ -30,19 +31,20 @@ _NAMED = 6  # channels or positions beside a map
 _TIMES = 10.0  # the share that channels alike would have: from there on a channel is named
 _DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
 _COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
-_MASSIVE = "×: massive activations: |x| > 100 and |x| > 1000 times the median of |x|"
-_SETS_SIGMA = (
-    f"○: sets σ, with little output: over {_TIMES:g} times the mean share of Σy², under a tenth of it in Σ(γy)²"
-)
+_DEPTH_INCHES = 1.25
+_DASHED = (0, (4, 1.5))
+_GROWTH = "σ : σ of the first norm"
+_MASSIVE = "massive activations"
 
 
 def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[FigureOptions]) -> Figure:
-    """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
+    """Draw spikes and σ, the channels' shares of Σx² and the positions of the tokens of largest |x|, by depth.
 
-    Above, each channel's share of Σx² over all pairs; channels with ten times the mean share are named at the right.
-    Below, dots whose area is the number of the 16 tokens of largest |x| at each position. A cross marks a site with
-    massive activations (|x| > 100 and |x| > 1000 times the median, arXiv 2402.17762), a ring a leading channel with ten
-    times the mean share of Σy², and under a tenth of it in Σ(γy)²: it sets σ, and produces hardly any output.
+    Above, the largest |x| over the median of |x|, and the median σ over that of the first norm, at the norms of the
+    residual stream. Triangles mark where spikes, beyond 100 times the median (dotted), are first and last seen, with
+    their channel and the sublayer that writes them; crosses mark massive activations (arXiv 2402.17762). In the middle,
+    each channel's share of Σx² over all pairs; channels with ten times the mean share are named at the right. Below,
+    dots whose area is the number of the 16 tokens of largest |x| at each position.
 
     Args:
         capture: what :func:`normscope.capture` returned.
@@ -59,36 +61,60 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
         raise DataError("No site holds a pair, so that there are no tails to draw.")
     by_site = {card.site: card.tails for card in cards if card.tails is not None}
     tails = {number: by_site[site] for number, site in enumerate(sites) if site in by_site}
-    massive, rings = _marks(tails, [site.d for site in capture.sites if site.name in sites])
+    stream = stream_of(capture)
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
     dot: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
-    handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **dot) for n in _COUNTS]
-    foot = [text for text, marked in ((_MASSIVE, massive), (_SETS_SIGMA, len(rings))) if marked]
+    handles = [
+        *(key(label, theme.ink, ls) for label, ls in (("max |x| : median of |x|", "-"), (_GROWTH, _DASHED))),
+        *(key(label, theme.ink, "", marker=marker, ms=3.5) for marker, (label, _) in _marks(stream).items()),
+        *(key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **dot) for n in _COUNTS),
+    ]
     names = list(site_labels(sites, options).values())
-    height, samples = 0.6 + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
-    with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
-        channels, tokens = figure.subplots(2, 1, sharex=True)
+    height, samples = 0.6 + _DEPTH_INCHES + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, handles=handles) as figure:
+        ratios = (_DEPTH_INCHES, _MAP_INCHES + 0.4, _MAP_INCHES)
+        depth, channels, tokens = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
+        _draw_depth(depth, stream, {site: number for number, site in enumerate(sites)}, theme)
         _draw_channels(channels, [shares_of(capture, site) for site in sites], theme)
-        channels.scatter(*rings.T, 40, "none", edgecolors=theme.ink, clip_on=False)
-        for number in massive:
-            write_at(channels, "×", (number, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
         _draw_positions(tokens, tails, most, theme)
         name_sites(tokens, names, inches - _SIDES_INCHES)
         tokens.set_xlim(-0.5, len(sites) - 0.5)
     return figure
 
 
-def _marks(tails: Mapping[int, Tails], widths: Sequence[int]) -> tuple[list[int], NDArray[np.int64]]:
-    """Return the sites with massive activations, and sites and leading channels without output, int64 ``(n, 2)``."""
-    rings = [
-        (number, channel.channel)
-        for number, of_site in tails.items()
-        for channel in of_site.channels
-        if 10 * (channel.of_output or 0) < (channel.of_y or 0) > _TIMES / widths[number]
-    ]
-    massive = [number for number, of_site in tails.items() if of_site.massive]
-    return massive, np.array(rings, int).reshape(-1, 2)
+def _marks(stream: Stream) -> dict[str, tuple[str, list[str]]]:
+    """Return the label and the norms of each marker in the panel of spikes."""
+    ends = [spike.last for spike in stream.spikes if spike.last not in (spike.site, stream.norms[-1].site)]
+    marks = {
+        "^": ("spike (over 100) born", [spike.site for spike in stream.spikes]),
+        "v": ("last seen", ends),
+        "x": (_MASSIVE, [norm.site for norm in stream.norms if norm.massive]),
+    }
+    return {marker: mark for marker, mark in marks.items() if mark[1]}
+
+
+def _draw_depth(ax: Axes, stream: Stream, at: Mapping[str, int], theme: Style) -> None:
+    """Draw the ratios of the norms of a stream, and mark where its spikes begin and end."""
+    x = [at[norm.site] for norm in stream.norms]
+    ax.plot(x, [norm.ratio for norm in stream.norms], color=theme.ink, lw=0.9)
+    ax.plot(x, [norm.sigma / stream.norms[0].sigma for norm in stream.norms], color=theme.ink, lw=0.9, ls=_DASHED)
+    ax.axhline(SPIKE_RATIO, color=theme.faint, lw=0.6, ls=":")
+    ratios = {norm.site: norm.ratio for norm in stream.norms}
+    for marker, (_, marked) in _marks(stream).items():
+        ys = [ratios[site] for site in marked]
+        ax.plot([at[site] for site in marked], ys, marker, color=theme.ink, ms=3.5, mew=0.6, clip_on=False)
+    named: list[int] = []
+    for spike in sorted(stream.spikes, key=lambda spike: -spike.ratio):
+        if len(named) < _NAMED and all(abs(at[spike.site] - other) > 0.1 * len(at) for other in named):
+            named.append(at[spike.site])
+            words = ", ".join([str(spike.channel), *([spike.written_by.partition(" ")[0]] if spike.written_by else [])])
+            early = at[spike.site] < 0.15 * len(at)  # no room to its left
+            look = {"ha": "left", "va": "top"} if early else {"ha": "right", "va": "center"}
+            place, offset = (at[spike.site], ratios[spike.site]), (1, -4) if early else (-4, 0)
+            write_at(ax, words, place, offset, "data", fontsize=LEAST_POINTS, color=theme.ink, **look)
+    ax.set_ylabel("ratio")
+    scale_by_factors(ax)
 
 
 def shares_of(capture: Capture, site: str) -> Array:

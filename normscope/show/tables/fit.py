@@ -1,4 +1,4 @@
-"""Fits and advice as tables for a terminal: a row a site and curve."""
+"""Fits as tables for a terminal: a row a site and curve."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from normscope.show.tables.sinks import sink_sentence
 from normscope.show.tables.table import NONE, Column, TextTable, measured, names, number, several, table_of, words
 
 if TYPE_CHECKING:
-    from normscope.fits.advice import Advice, Layerwise, StartingValue, TokenSlopes
     from normscope.fits.comparison import Compared, Comparison, Ratio
     from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.layerwise import Layerwise
+    from normscope.fits.token_slopes import TokenSlopes
 
 
 def fits_table(fits: Sequence[CurveFit]) -> TextTable:
@@ -167,45 +168,6 @@ def _formula(fits: Sequence[CurveFit]) -> str:
 
 def _quantile(values: Sequence[float], share: float) -> str:
     return f"{np.quantile(values, share):.4g}" if values else NONE
-
-
-def advice_table(advice: Sequence[Advice]) -> TextTable:
-    """Make a table with one line per kind of site and curve: start values, and published ones."""
-    from normscope.fits.advice import NOTE_ON_PUBLISHED, NOTE_ON_START
-
-    shifted = any(row.shift and (row.shift.least or row.shift.most) for row in advice)
-    columns: list[Column[Advice]] = [
-        names("kind of site", lambda row: row.kind, once=True),
-        words("curve", lambda row: row.curve),
-        words("feeds", lambda row: row.feeds or "unknown", 2),
-        Column("α", lambda row: _start(row.alpha)),
-        Column("C", lambda row: NONE if row.C is None else f"{row.C:.3g}", drop=3),
-        Column("s", lambda row: _start(row.shift), shifted, drop=1),
-        Column("A", lambda row: _start(row.amplitude)),
-        Column("sites", lambda row: str(row.sites), drop=4),
-        names("left out", _left_out, 5),
-        names(
-            "published α₀", lambda row: f"{row.published.alpha:g} ({row.published.of})" if row.published else NONE, 1
-        ),
-    ]
-    caption = [
-        f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}",
-        NOTE_ON_PUBLISHED,
-    ]
-    return table_of(advice, columns, caption=caption)
-
-
-def _start(start: StartingValue | None) -> str:
-    if start is None:
-        return NONE
-    if start.least == start.most:
-        return f"{start.value:.3g}"
-    return f"{start.value:.3g} ({start.least:.3g} to {start.most:.3g})"
-
-
-def _left_out(row: Advice) -> str:
-    counts = ((row.straight, "straight"), (row.not_converged, "not converged"), (row.nothing, "nothing to fit"))
-    return ", ".join(f"{sites} {why}" for sites, why in counts if sites) or NONE
 
 
 def comparison_table(rows: Sequence[Compared]) -> TextTable:

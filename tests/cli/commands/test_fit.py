@@ -1,12 +1,11 @@
 """`normscope fit` at every level and in every form, as a user calls it, beside the same in Python."""
 
-import json
-
 import pytest
 from command_line import document, invoke, words
 
 import normscope
-from normscope.fits.advice import advise, layerwise, token_slopes
+from normscope.fits.layerwise import layerwise
+from normscope.fits.token_slopes import token_slopes
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +58,11 @@ def test_tables_explain_fits_and_intervals(folder):
     assert "A, α from theory" in table("--layers 1 --theory --func tanh")
 
 
-def test_slopes_means_and_advice_are_those_of_python(folder, seen):
+def test_slopes_and_means_are_those_of_python(folder, seen):
     slopes = document("fit seen.safetensors --per token", cwd=folder)["slopes"]
     assert slopes == [fit.as_dict() for fit in token_slopes(seen)]
     means = document("fit seen.safetensors --layers 3", cwd=folder)["layerwise"]
     assert means == [{"model": "demo_vit", **layerwise(normscope.fit(seen.only(3))).as_dict()}]
-    shown = invoke("fit seen.safetensors --advise", cwd=folder, COLUMNS="1000").stdout
-    assert "blocks.*.norm1" in shown and "0.5 (all but language" in shown
-    invoke("fit seen.safetensors --advise -o advice.json", cwd=folder)
-    advice = json.loads((folder / "advice.json").read_text())["advice"]
-    expected = advise(normscope.fit(seen, shift=False), seen.sites, family="vision")
-    assert advice == [fit.as_dict() for fit in expected]
 
 
 def test_a_model_is_captured_with_the_sums_that_its_fits_need(folder):

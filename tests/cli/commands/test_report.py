@@ -32,6 +32,8 @@ def test_a_capture_becomes_one_page(file, here):
     [capture] = data_of(page)["captures"]
     assert [site["name"] for site in capture["sites"]] == ["1"] and capture["curves"] == ["tanh", "mine"]
     assert "mean" not in data_of(page, "drawn-0-0")["diagonal"]  # which that capture did not sum
+    answers = {answer["question"]: answer for answer in capture["check"]}
+    assert answers["γ"]["verdict"] == "omitted" and [row["site"] for row in answers["point-wise"]["sites"]] == ["1"]
 
 
 def test_a_model_is_captured_with_its_diagonal(here):
@@ -40,6 +42,9 @@ def test_a_model_is_captured_with_its_diagonal(here):
     [capture] = data_of(here / "page.html")["captures"]
     assert [site["name"] for site in capture["sites"]] == printed["captures"][0]["sites"]
     assert "mean" in data_of(here / "page.html", "drawn-0-0")["diagonal"] and len(capture["inputs"]) == 2
+    answers = {answer["question"]: answer for answer in capture["check"]}
+    assert [row["folds_into"] for row in answers["γ"]["sites"]] == [["blocks.4.attn.qkv.weight"]]
+    assert [row["head_dim"] for row in answers["attention logits"]["sites"]] == [16]
 
 
 def test_several_captures_share_a_page_with_swap_results(file, here):

@@ -13,6 +13,7 @@ import normscope
 from normscope.curves.known import BUILT_IN, CURVES
 from normscope.errors import DataError, UsageError
 from normscope.fits.saturation import spread
+from normscope.fits.spikes import stream_of
 from normscope.show.figures.curves import ALPHAS, plot_curves
 from normscope.show.figures.depth import plot_depth
 from normscope.show.figures.saturation import plot_saturation
@@ -108,58 +109,87 @@ def massive():
     return normscope.capture(model, [x], about={"model": "net", "weights": "none", "data": "noise"}), x
 
 
-def test_a_column_holds_its_sites_shares_and_massive_ones_are_named(massive):
+def test_a_column_holds_its_sites_shares(massive):
     capture, x = massive
     figure = plot_tails(capture, normscope.norm_cards(capture))
-    channels, tokens = figure.axes[:2]
+    _, channels, tokens = figure.axes[:3]
     image = channels.images[0].get_array()
     squares = (x.double() ** 2).sum((0, 1))
     np.testing.assert_allclose(image[:, 0], 100 * squares / squares.sum(), rtol=1e-6)  # float32 inputs
     for column in range(3):
         np.testing.assert_allclose(image[:, column], 100 * shares_of(capture, f"norms.{column}"))
-    assert [text.get_text() for text in channels.texts if text.get_text() != "×"] == ["7", MANY]
-    assert [text.xy[0] for text in channels.texts if text.get_text() == "×"] == [1, 2]  # the sites that have them
-    assert any("massive activations" in text.get_text() for text in figure.texts)
+    assert written(channels) == ["7", MANY]
     assert [tick.get_text() for tick in tokens.get_xticklabels()] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(("tokens", "ringed"), [(3, [[0, 7]]), (1, [])])
-def test_a_ring_marks_a_leading_channel_without_output(massive, tokens, ringed):
-    """One that sets σ of a third of the tokens: a third of Σy². In a single one of nine it has all of Σx² as well."""
-    capture, x = massive
-    model = nn.Sequential(nn.LayerNorm(48))
-    nn.init.zeros_(model[0].weight[7:8])
-    batches = [x.clone() for _ in range(2)]
-    for batch in batches:
-        batch[:, :tokens, 7] = 3000
-    seen = normscope.capture(model, batches, about=capture.about)
-    plain = plot_tails(seen, normscope.norm_cards(seen))
-    marked = plot_tails(seen, normscope.norm_cards(seen, model, batches))
-    [rings] = marked.axes[0].collections
-    assert rings.get_offsets().tolist() == ringed
-    assert any("○" in text.get_text() for text in marked.texts) == bool(ringed)
-    assert not any("○" in text.get_text() for text in plain.texts)
+def test_births_ends_and_massive_norms_are_marked_on_the_ratio(massive):
+    """A spike that one FFN writes, massive at once, and a later attention removes."""
+    capture, _ = massive
+    depth = plot_tails(capture, normscope.norm_cards(capture)).axes[0]
+    assert marks(depth) == {"x": [1], "^": [1]} and written(depth) == ["7"]
+    network = PreNormPairs()
+    network.written = {1: 3000.0, 4: -3000.0}  # behind norms 1 and 4
+    x = torch.randn(20, 9, 48, generator=torch.Generator().manual_seed(0))
+    seen = normscope.capture(network, [x], about=capture.about)
+    figure = plot_tails(seen, normscope.norm_cards(seen))
+    depth = figure.axes[0]
+    ratios, sigmas = (line.get_ydata() for line in depth.lines[:2])
+    norms = stream_of(seen).norms
+    assert list(ratios) == [norm.ratio for norm in norms]
+    assert list(sigmas) == [norm.sigma / norms[0].sigma for norm in norms]
+    assert marks(depth) == {"x": [2, 3, 4], "^": [2], "v": [4]} and written(depth) == ["7, FFN"]
+    assert {"spike (over 100) born", "last seen"} < set(legend_of(figure))
+
+
+class PreNormPairs(nn.Module):
+    """Three blocks of two norms; behind some, the stream is written to at one channel of the first token."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = {}
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.LayerNorm(48), "b": nn.LayerNorm(48)}) for _ in range(3))
+        self.norm = nn.LayerNorm(48)
+
+    def forward(self, x):
+        for number, norm in enumerate(norm for block in self.blocks for norm in block.values()):
+            update = 0.1 * norm(x)
+            update[:, 0, 7] += self.written.get(number, 0.0)
+            x = x + update
+        return self.norm(x)
+
+
+def marks(ax):
+    """Return the sites that each kind of marker is drawn at."""
+    drawn = {}
+    for line in ax.lines:
+        if line.get_marker() in ("x", "^", "v"):
+            drawn.setdefault(line.get_marker(), []).extend(line.get_xdata())
+    return drawn
+
+
+def written(ax):
+    return [text.get_text() for text in ax.texts]
 
 
 def test_the_area_of_a_dot_is_the_number_of_tokens_of_largest_x(massive):
     capture, _ = massive
     figure = plot_tails(capture, normscope.norm_cards(capture))
-    [dots] = figure.axes[1].collections
+    [dots] = figure.axes[2].collections
     areas = dots.get_sizes() / dots.get_sizes().max() * 16
     sites = dots.get_offsets()[:, 0]
     assert [round(float(areas[sites == site].sum()), 6) for site in range(3)] == [16, 16, 16]
     planted = {tuple(at): round(float(n)) for at, n in zip(dots.get_offsets().tolist(), areas, strict=True)}
     assert planted[1, 0] == planted[2, 0] == 16  # the planted first token
-    sizes = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles]
+    sizes = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles[-3:]]
     assert np.allclose(np.array(sizes) / dots.get_sizes().max() * 16, [1, 4, 16])
-    assert legend_of(figure) == ["1 token", "4 tokens", "16 tokens"]
+    assert legend_of(figure)[-3:] == ["1 token", "4 tokens", "16 tokens"]
 
 
 def test_wide_sites_show_the_largest_channel_of_each_pixel():
     x = torch.randn(6, 4, 900, generator=torch.Generator().manual_seed(0))
     x[..., 613] *= 50
     capture = normscope.capture(nn.Sequential(nn.LayerNorm(900)), [x])
-    channels = plot_tails(capture, normscope.norm_cards(capture), width=5.5).axes[0]
+    channels = plot_tails(capture, normscope.norm_cards(capture), width=5.5).axes[1]
     image = channels.images[0].get_array()
     each = -(-900 // 200)
     assert image.shape[0] == 900 / each and int(np.argmax(image[:, 0])) == 613 // each

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import normscope
-from normscope.fits.advice import advise, token_slopes
 from normscope.fits.saturation import with_modules
+from normscope.fits.token_slopes import token_slopes
 from normscope.show.tables.card import saturation_table, scale_table, tails_table
 from normscope.show.tables.catalogs import models_table
 from normscope.show.tables.drift import drift_table, sites_table
-from normscope.show.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
+from normscope.show.tables.fit import channels_table, comparison_table, fits_table, slopes_table
 from normscope.show.tables.glossary import unknown_column
 from normscope.show.tables.gradient import gradient_tables
 from normscope.show.tables.sites import layers_table
@@ -120,7 +120,7 @@ def tables():
     per_channel, slopes = channels_table(normscope.fit(seen.only([0]), per="channel")), slopes_table(token_slopes(seen))
     own = fits_table(with_modules(functions, normscope.fit(functions, "tanh")))
     return {
-        "fit": [fits_table(fits), per_channel, slopes, advice_table(advise(fits, seen.sites)), own],
+        "fit": [fits_table(fits), per_channel, slopes, own],
         "stats": [scale_table(cards), tails_table(cards), saturation_table(normscope.saturation(functions))],
         "gradient": gradient_tables(normscope.gradient(seen, fits[:2])),
         "compare": [comparison_table(normscope.compare([c.only([0])] * 2, "tanh")) for c in (seen, functions)],

@@ -13,7 +13,7 @@ from torch import nn
 import normscope
 from normscope import Batch
 from normscope.errors import UsageError
-from normscope.fits.advice import advise, token_slopes
+from normscope.fits.token_slopes import token_slopes
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,13 @@ def records(network, seen, fits):
         "functions": normscope.saturation(normscope.capture(normscope.DyT(8), [x])),
         "views": normscope.gradient(seen, fits),
         "slopes": token_slopes(seen),
-        "advice": advise(fits, seen.sites),
         "compared": normscope.compare([seen.only("norm")] * 2),
         "a drift": normscope.drift(network, replacements=modules),
         "a bench": normscope.bench(nn.Sequential(nn.LayerNorm(8)), Batch((x,)), "dyt", quick=True),
     }
 
 
-KINDS = ["a capture", "fits", "cards", "functions", "views", "slopes", "advice", "compared", "a drift", "a bench"]
+KINDS = ["a capture", "fits", "cards", "functions", "views", "slopes", "compared", "a drift", "a bench"]
 
 
 class Cells(HTMLParser):

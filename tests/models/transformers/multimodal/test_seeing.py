@@ -12,7 +12,6 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 import normscope
-from normscope.cli.running import family_of
 from normscope.errors import ModelError
 
 BARE = {"mae": "ViTMAEModel", "sam": "SamVisionModel", "clip_vision": "CLIPVisionModel"}
@@ -149,7 +148,7 @@ def test_the_family_is_in_the_capture_and_drift_compares_classes(saved, tmp_path
     assert model.about["data"] == "2 crops of grace_hopper.jpg, china.jpg (seed 0)"
     seen = normscope.capture(model, layers=1)
     path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    assert family_of(normscope.load_capture(path)) == "vision" == seen.about["family"]
+    assert normscope.load_capture(path).about["family"] == "vision" == seen.about["family"]
     modules = normscope.replacements(model, "dyt", seen, layers=1)
     report = normscope.drift(model, replacements=modules, one_at_a_time=False, cumulative=False)
     assert report.all.top1 is not None and report.all.inputs == 2

@@ -1,0 +1,140 @@
+"""Measurements that the questions of a check are answered from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import ModelError, count
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.fit import fit
+from normscope.inputs.batch import Batch
+from normscope.inputs.wrappers import submodule
+from normscope.norms.bound_inputs import BoundInputs
+from normscope.norms.kinds import NormKind
+from normscope.norms.recognition import kind_at
+from normscope.norms.sites import NormSite, short_names
+from normscope.norms.trace import NormReport, find_norms
+from normscope.pairs.captures import Capture
+from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.network import restoring, run
+from normscope.runtime.records import Records
+from normscope.swaps.replace import model_tensor
+from normscope.tools.check.attention import AttentionLogits, AttentionWatch
+from normscope.tools.simplify.dataflow import DataFlow
+
+_PRECISE = (torch.float32, torch.float64)  # of weights, whose data flow can be followed by their numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """Affine step of a norm, output = gain · y + offset.
+
+    Attributes:
+        gain: γ, or 1 + γ where the module adds 1, float32 ``(channels,)``.
+        offset: β, likewise; zeros without one.
+        weight: the module's own ``weight`` as it is stored; None without one.
+    """
+
+    gain: Tensor
+    offset: Tensor
+    weight: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """A capture, and what a check reads from the network itself.
+
+    Attributes:
+        capture: of the network; its 16 tokens of largest |x| per site are whole, ``stats[site].largest.x``.
+        module: the network; None for a capture file, and questions that need it are omitted.
+        affine: affine steps of the norm modules by site; empty for a capture file.
+        eps: an eps to compare with each site's own, or None.
+        batches: the inputs of the capture, for a second pass; None without a network, or if they can be read only once.
+    """
+
+    capture: Capture
+    module: nn.Module | None = None
+    affine: Mapping[str, Affine] | None = None
+    eps: float | None = None
+    batches: BoundInputs | None = None
+
+    @classmethod
+    def of(
+        cls,
+        capture: Capture,
+        module: nn.Module,
+        report: NormReport | None = None,
+        eps: float | None = None,
+        batches: BoundInputs | None = None,
+    ) -> Evidence:
+        """Read the affine steps of a network that has been captured; without a report, kinds are identified again."""
+        affine = {}
+        for site in capture.sites:
+            if not site.is_call and site.pointwise is None:
+                norm = submodule(module, site.path)
+                kind = report.kinds[site.name] if report else kind_at(norm, site)
+                if isinstance(kind, NormKind):
+                    weight = getattr(norm, "weight", None)
+                    gain, offset = kind.gain_and_offset(norm, site.channels)
+                    affine[site.name] = Affine(gain.cpu(), offset.cpu(), weight if torch.is_tensor(weight) else None)
+        return cls(capture, module, affine, eps, None if batches is None or batches.taken_once else batches)
+
+    @functools.cached_property
+    def fits(self) -> Records[CurveFit]:
+        """Fits of tanh, one per site, in their order."""
+        return fit(self.capture, "tanh")
+
+    @functools.cached_property
+    def short(self) -> dict[str, str]:
+        """Short names of all sites, for sentences."""
+        names = short_names(site.name for site in self.capture.sites)
+        return {name: short or "the network" for name, short in names.items()}
+
+    def left_out(self, answered: Collection[str], why: str) -> str:
+        """Return the end of a sentence: norms that an answer leaves out, with the reason, and point-wise functions."""
+        functions = sum(site.pointwise is not None for site in self.capture.sites)
+        others = [site.name for site, _ in self.norms() if site.name not in answered]
+        parts = [f"{count(len(others), 'site')} {why}"] if others else []
+        parts += [count(functions, "point-wise function")] if functions else []
+        return f"; left out: {', '.join(parts)}" if parts else ""
+
+    @functools.cached_property
+    def logits(self) -> Mapping[str, AttentionLogits]:
+        """Logits of attention by site, from a second pass; empty without one."""
+        if self.module is None or self.batches is None:
+            return {}
+        watch = AttentionWatch()
+        with restoring(self.module), watch.watching(self.module, self._sites):
+            for batch in self.batches:
+                run(self.module, batch)
+        return watch.logits
+
+    @functools.cached_property
+    def flow(self) -> DataFlow | None:
+        """Data flow of the network on one sample; None without it, or in a precision too coarse to follow it in."""
+        if self.module is None or self.batches is None or model_tensor(self.module).dtype not in _PRECISE:
+            return None
+        try:
+            return DataFlow(self.module, [site for site in self._sites if site.replaceable], self._sample)
+        except ModelError:  # of what hides readers
+            return None
+
+    @functools.cached_property
+    def _sample(self) -> Batch:
+        return next(iter(self.batches or ())).first_sample()
+
+    @functools.cached_property
+    def _sites(self) -> list[NormSite]:
+        """All sites of the network, captured or not."""
+        return find_norms(self.module, self._sample).sites if self.module else []
+
+    def norms(self) -> Iterator[tuple[NormSite, PairStats]]:
+        """Yield the norms that have pairs, with their sums; point-wise functions are left out."""
+        for site in self.capture.sites:
+            if site.pointwise is None and self.capture.stats[site.name].n_pairs:
+                yield site, self.capture.stats[site.name]

@@ -1,0 +1,96 @@
+"""Questions about the residual stream: the growth of σ, and spikes such as massive activations."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from normscope.errors import count
+from normscope.fits.spikes import SPIKE_RATIO, Spike, stream_of
+from normscope.show.tables.card import rounded
+from normscope.tools.check.evidence import Evidence
+from normscope.tools.check.reports import Answer
+
+_MUCH = 10  # times: α that suits one norm does not suit another
+_SMALL_GAMMA = 0.01  # of the median |γ|
+_ALIKE = 0.9  # cosine
+
+
+def growth(evidence: Evidence) -> Answer:
+    """Report σ from the first norm to the last, and the sublayer with which it grows most."""
+    stream = stream_of(evidence.capture)
+    rows = [norm.as_dict() for norm in stream.norms]
+    if stream.placement is None or len(rows) < 2:
+        return Answer("growth", "omitted", "The capture has no two norms of a residual stream.", sites=rows)
+    first, last = stream.norms[0], stream.norms[-1]
+    words = f"Median σ goes from {rounded(first.sigma)} at {first.site} to {rounded(last.sigma)} at {last.site}"
+    if stream.placement == "post-norm":
+        return Answer("growth", "ok", f"{words}; post-norms normalize the stream itself.", None, rows)
+    before, steepest = max(itertools.pairwise(stream.norms), key=lambda pair: pair[1].sigma / pair[0].sigma)
+    step = f"({rounded(steepest.sigma / before.sigma)} ×) {_behind(before.site, steepest.written_by)}"
+    words += f", a factor of {rounded(last.sigma / first.sigma)}; it grows most {step}"
+    if last.sigma > _MUCH * first.sigma:
+        return Answer("growth", "note", f"{words}: each norm needs an α of its own.", steepest.site, rows)
+    return Answer("growth", "ok", f"{words}.", steepest.site, rows)
+
+
+def spikes(evidence: Evidence) -> Answer:
+    """Report the largest spike, with the sublayers that write and remove it, and the number of further ones."""
+    stream = stream_of(evidence.capture)
+    if not stream.norms:
+        return Answer("spikes", "omitted", "At no norm, the median of |x| is above 0.")
+    if not stream.spikes:
+        highest = max(stream.norms, key=lambda norm: norm.ratio)
+        words = (
+            f"No |x| exceeds {SPIKE_RATIO} × the median; the largest is {rounded(highest.ratio)} × at {highest.site}"
+        )
+        return Answer("spikes", "ok", f"{words}, channel {highest.channel}.", highest.site)
+    rows = [{**spike.as_dict(), "gamma": _gamma(evidence, spike)} for spike in stream.spikes]
+    spike = max(stream.spikes, key=lambda spike: spike.ratio)
+    peak = "" if spike.peak == spike.site and stream.placement == "pre-norm" else f" at {spike.peak}"
+    parts = [f"Channel {spike.channel}{_tokens(evidence, spike)}: {rounded(spike.ratio)} × the median of |x|{peak}"]
+    parts += _life(spike) if stream.placement == "pre-norm" else ["what writes it is known for pre-norms alone"]
+    if spike.cosine is not None and spike.cosine > _ALIKE:
+        parts.append(f"the tokens have the same y (cosine {spike.cosine:.2f}), which acts as a bias")
+    for row in rows:
+        if row["gamma"] is not None and abs(row["gamma"]) < _SMALL_GAMMA:
+            parts.append(f"at {row['peak']}, γ of channel {row['channel']} is near 0, so that it only sets σ")
+    further = [count(len(rows) - 1, "further spike")] if len(rows) > 1 else []
+    return Answer("spikes", "note", f"{'; '.join([*parts, *further])}.", spike.peak, rows)
+
+
+def _tokens(evidence: Evidence, spike: Spike) -> str:
+    """Name the positions; those at which every sample has a spike first."""
+    samples = evidence.capture.n_samples
+    always = sorted(position for position, tokens in spike.positions if tokens == samples > 1)
+    if always:
+        others = " and at others" if len(always) < len(spike.positions) else ""
+        tokens = f"token{'s' * (len(always) > 1)} {' and '.join(map(str, always))}"
+        return f" at {tokens} of all {samples} samples{others}"
+    if len(spike.positions) == 1:
+        return f" at token {spike.positions[0][0]}"
+    return f" at {len(spike.positions)} positions" if spike.positions else ""
+
+
+def _life(spike: Spike) -> list[str]:
+    """Describe where a spike is born and where it ends, and by which sublayers."""
+    born = f"born at {spike.site}"
+    if spike.before is not None:
+        born += f" {_behind('the norm before', spike.written_by)} ({rounded(spike.before)} × before)"
+    since, until = spike.massive or ("", "")
+    massive = [f"massive {'until' if since == spike.site else f'from {since} to'} {until}"] if since else []
+    ended = f"lasts to {spike.last}, the end of the stream"
+    if spike.after is not None:
+        ended = f"gone {_behind(spike.last, spike.removed_by)} ({rounded(spike.after)} ×)"
+    return [born, *massive, ended]
+
+
+def _behind(site: str, sublayer: str | None) -> str:
+    return f"behind {site}" if sublayer is None else f"by the {sublayer}"
+
+
+def _gamma(evidence: Evidence, spike: Spike) -> float | None:
+    """Return γ of the channel over the median |γ| at the peak; None without the network, or without γ."""
+    affine: Any = (evidence.affine or {}).get(spike.peak)
+    median = affine.gain.abs().median() if affine else 0
+    return float(affine.gain[spike.channel] / median) if median else None
