@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,16 @@ class RMSNorm(InPlaceOfNorm):
         return f"{', '.join(map(str, self.normalized_shape))}, eps={self.variance_epsilon:g}"
 
 
+class Removed(InPlaceOfNorm):
+    """Nothing in place of a norm whose output linear layers pass on to norms (arXiv 2407.09577, proposition 3)."""
+
+    weight = bias = None
+
+    def applied(self, input: Tensor) -> Tensor:
+        """Return the input itself."""
+        return input
+
+
 class Pointwise(InPlaceOfNorm):
     """Elementwise weight · f(αx + s) + bias, computed in float32 at least.
 
@@ -357,6 +368,8 @@ def modules() -> dict[str, nn.Module]:
 def _module(site: dict[str, Any]) -> InPlaceOfNorm:
     curve, shape = site["curve"], site["normalized_shape"]
     options = {name: site[name] for name in ("channel_axis", "elementwise_affine", "bias")}
+    if curve == "removed":
+        return Removed(shape, site["channel_axis"])
     if curve == "rmsnorm":
         return RMSNorm(shape, eps=site["eps"], **options)
     if "=" in curve:
@@ -394,8 +407,24 @@ def make_room(network: nn.Module, names: Iterable[str]) -> None:
         module._non_persistent_buffers_set -= {last for at, _, last in (n.rpartition(".") for n in names) if at == path}
 
 
+def subtract_mean(module: nn.Module, args: Any, kwargs: Any, *, axis: int) -> Any:
+    """Subtract the mean over the channels from a module's first floating-point tensor, as a forward pre-hook."""
+    x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = (wide - wide.mean(axis, keepdim=True)).to(x.dtype)
+    values = {name: centred if value is x else value for name, value in kwargs.items()}
+    return tuple(centred if value is x else value for value in args), values
+
+
+def centre(network: nn.Module, axes: Mapping[str, int]) -> None:
+    """Subtract means over the axes of the channels, once in each residual stream, before the modules at some paths."""
+    for path, axis in axes.items():
+        network.get_submodule(path).register_forward_pre_hook(partial(subtract_mean, axis=axis), with_kwargs=True)
+
+
 def put_in(network: nn.Module) -> nn.Module:
-    """Replace a network's norms by these modules, in place; their weights are not loaded yet."""
+    """Replace a network's norms by these modules, in place, and subtract means; the weights are not loaded yet."""
+    centre(network, record().get("centred", {}))
     activated = {site["name"] for site in record()["sites"] if site["activated"]}
     for path, module in modules().items():
         norm = network.get_submodule(path)

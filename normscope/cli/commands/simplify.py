@@ -18,7 +18,7 @@ def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOption
     """Rewrite a model exactly: LayerNorms become RMSNorms, and γ and β move into linear layers."""
     swapping.check_alone("Rewrites are proved")
     check_models([model])
-    from normscope.swaps.store.record import ALSO, EXACT, FILES, FOLDED
+    from normscope.swaps.store.record import ALSO, EXACT, FILES, FOLDED, read_record
     from normscope.tools.simplify.table import simplify_table
 
     check_folder_writable(output, FILES, ALSO)
@@ -28,19 +28,27 @@ def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOption
     out.table(simplify_table(report))
     out.result(
         f"{len(report.exact)} of {count(len(report.norms), 'norm')} became RMSNorms, {len(report.folded)} were folded: "
-        f"the output changed by {report.float64:.1e} in float64 and {report.own:.1e} in {report.dtype}"
+        f"the output changed by {report.float64:.1e} in float64 and {report.in_dtype:.1e} in {report.dtype}"
     )
+    if report.subtractions:
+        out.result(f"One mean is subtracted from the residual stream before {' and before '.join(report.subtractions)}")
+    for norm in report.removed:
+        out.result(f"{norm.site} is gone: eps changes the output by {norm.removed:.1e} without it")
     if report.untied:
         out.remark(f"{', '.join(report.untied)} no longer shares the embedding's weight")
     if report.dropout:
         out.warn(f"the rewrites are exact in eval mode; training drops values in {count(report.dropout, 'layer')}")
-    document = {**report.as_dict(), "folder": None}
-    if report.exact or report.folded:
+    document = {**report.as_dict(), "folder": None, "library": None}
+    if report.exact or report.folded or report.removed:
         func = EXACT if report.exact else FOLDED
         normscope.save_swapped(network.module, output, report.about, func=func)
         out.result(str(output))
         swapping.print_loading(model, output, out)
-        document["folder"] = str(output)
+        record = read_record(output)
+        document |= {"folder": str(output), "library": record.library}
+        stock = f"Stock {record.library} loads" if record.library else "Stock libraries do not load"
+        path = "" if record.library else "; with it on Python's path"
+        out.result(f"{stock} {output}{path}: {record.example.replace('FOLDER', str(output))}")
     else:
         out.warn("no norm could be rewritten, and nothing was written")
     out.document(document)

@@ -208,7 +208,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "kept": "yes for the state that was written",
     },
     "simplify": {
-        "RMSNorm": "exact where an RMSNorm replaced the norm; otherwise the reason why not",
+        "RMSNorm": "exact where an RMSNorm replaced the norm, removed where nothing did; otherwise the reason why not",
         "folded": "parameters that moved into the linear layers behind the norm; or the reason why none did",
         "change": "relative L2 of the norm's output in float64, before γ and β moved",
     },

@@ -29,7 +29,7 @@ def example_of(model: nn.Module, replaced: bool) -> _Example:
     if library == "transformers":
         example = _transformers_example(model, replaced)
     elif library == "timm":
-        example = _timm_example(model)
+        example = _timm_example(model, replaced)
     elif library == "diffusers":
         example = _diffusers_example(model)
     return example or (f"{_swapped('network')}  # network: as it was before the swap, with any weights", None)
@@ -64,7 +64,7 @@ def _transformers_example(model: Any, replaced: bool) -> _Example | None:
     return f'{registered}; network = transformers.AutoModel.from_pretrained("FOLDER")', facts
 
 
-def _timm_example(model: Any) -> _Example | None:
+def _timm_example(model: Any, replaced: bool) -> _Example | None:
     weights = dict(getattr(model, "pretrained_cfg", None) or {})
     architecture = weights.pop("architecture", None)
     if not isinstance(architecture, str) or not hasattr(model, "num_classes"):
@@ -72,7 +72,10 @@ def _timm_example(model: Any) -> _Example | None:
     kept = {key: value for key, value in weights.items() if value is not None and key not in _OTHER_WEIGHTS}
     arguments, classes = getattr(model, "_model_args", {}), {"num_classes": model.num_classes}
     facts = {"architecture": architecture, **classes, "model_args": _plain({**arguments, **classes})}
-    return _swapped('timm.create_model("local-dir:FOLDER")', "timm"), facts | {"pretrained_cfg": _plain(kept)}
+    facts["pretrained_cfg"] = _plain(kept)
+    if not replaced:
+        return 'import timm; network = timm.create_model("local-dir:FOLDER", pretrained=True)', facts
+    return _swapped('timm.create_model("local-dir:FOLDER")', "timm"), facts
 
 
 def _diffusers_example(model: Any) -> _Example | None:

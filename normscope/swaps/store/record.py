@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ FORMAT_VERSION = 2
 RECORD, TENSORS = "swap.json", "model.safetensors"
 FILES = (RECORD, TENSORS)
 CODE, CONFIG = "pointwise.py", "config.json"
-EXACT, FOLDED = "exact rmsnorm", "folded weights"  # functions of exact rewrites; the latter replaces no norm
+EXACT, FOLDED = "exact rmsnorm", "folded weights"  # functions of exact rewrites; the latter replaces no LayerNorm
+REMOVED = "removed"  # in the place of a curve
 # Files of transformers' tokenizers and processors; none of them contains code or a pickle.
 PREPROCESSING = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -83,6 +84,7 @@ class SwapRecord:
     versions: Mapping[str, str]  # of Python and the libraries
     tied: Mapping[str, str]  # second names of tensors, which are written once
     sites: tuple[SwappedSite, ...]
+    centred: Mapping[str, int] = field(default_factory=dict)  # axes of means that are subtracted before modules
     kept: tuple[KeptNorm, ...] | None = None  # the norms that were chosen to be kept, the most valuable first
     example: str = ""  # a line of Python that makes the network without normscope, which never runs it
 
@@ -96,6 +98,11 @@ class SwapRecord:
     def change(self) -> str:
         """The function, and the number of norms that it replaces."""
         return f"{self.func} in place of {count(len(self.sites), 'norm')}" if self.sites else self.func
+
+    @property
+    def library(self) -> str:
+        """The library whose own classes load the folder, by ``example``; empty if the folder's code must help them."""
+        return "" if "pointwise" in self.example else self.example.removeprefix("import ").partition(";")[0]
 
     def as_json(self) -> str:
         document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
@@ -178,8 +185,10 @@ def _record(document: Mapping[str, Any], folder: Path) -> SwapRecord:
             raise ValueError(f"the dtypes of {site.name} are by {site.returns!r:.60} and {site.under_autocast!r:.60}")
         if (site.eps is not None) != (site.curve == RMS_NORM) or (site.eps or 0) < 0:
             raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
-        if site.curve not in (FREE, RMS_NORM):
+        if site.curve not in (FREE, RMS_NORM, REMOVED):
             curve_named(site.curve)
+    if any("\0" in path or not -_MOST_AXES <= axis < 0 for path, axis in record.centred.items()):
+        raise ValueError(f"it subtracts means over {dict(record.centred)}")
     if len({site.name for site in record.sites}) != len(record.sites) or not (record.sites or record.func == FOLDED):
         raise ValueError("it names a site twice, or none")
     return record

@@ -30,7 +30,7 @@ from normscope.swaps import standalone
 from normscope.swaps.drift.reports import KeepReport
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
-from normscope.swaps.standalone import BEHAVIOUR, RMSNorm, make_room
+from normscope.swaps.standalone import BEHAVIOUR, Removed, RMSNorm, centre, make_room, subtract_mean
 from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.libraries import example_of
 from normscope.swaps.store.record import (
@@ -41,6 +41,7 @@ from normscope.swaps.store.record import (
     FOLDED,
     PREPROCESSING,
     RECORD,
+    REMOVED,
     TENSORS,
     KeptNorm,
     SwappedSite,
@@ -99,8 +100,10 @@ def save_swapped(
     sites = tuple(
         _site(path, module)
         for path, module in model.named_modules()
-        if isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of
+        if isinstance(module, (PointwiseFunction, Removed, RMSNorm)) and module.in_place_of
     )
+    hooks = ((path, hook) for path, module in model.named_modules() for hook in module._forward_pre_hooks.values())
+    centred = {path: hook.keywords["axis"] for path, hook in hooks if getattr(hook, "func", None) is subtract_mean}
     if not sites and func != FOLDED:
         raise ModelError(
             f"Nothing was swapped in this {type(model).__name__}, or the swap was undone: call "
@@ -124,6 +127,7 @@ def save_swapped(
             versions=versions(model),
             tied=tied,
             sites=sites,
+            centred=centred,
             kept=None if kept is None else tuple(map(KeptNorm, kept.kept, medians, medians[1:])),
             example=example,
         )
@@ -151,6 +155,9 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     model = uncompiled(model)
     check_whole(model, "Loading a swap")
     where = model_tensor(model)
+    if missing := record.centred.keys() - dict(model.named_modules()).keys():
+        entered = first_few(sorted(missing))
+        raise ModelError(f"The swap in {folder} centres what enters {entered}, which {type(model).__name__} lacks.")
     swap = Swap(model, {site.name: _module(model, site, tensors, where, folder) for site in record.sites})
     make_room(model, tensors.keys() - record.tied.keys())
     try:
@@ -158,6 +165,7 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     except BaseException:
         swap.undo()
         raise
+    centre(model, record.centred)
     return record
 
 
@@ -176,12 +184,13 @@ def _preprocessing_files(model: nn.Module) -> Iterator[Path]:
             yield path
 
 
-def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
+def _site(path: str, module: PointwiseFunction | Removed | RMSNorm) -> SwappedSite:
     shape, axis, bias = module.normalized_shape, module.channel_axis, module.bias is not None
     behaviour: dict[str, Any] = {name: getattr(module, name) for name in BEHAVIOUR}
-    if isinstance(module, RMSNorm):
-        facts = (RMS_NORM, shape, axis, False, False, module.weight is not None, bias, False)
-        return SwappedSite(path, module.in_place_of, *facts, module.variance_epsilon, **behaviour)
+    if not isinstance(module, PointwiseFunction):
+        curve, eps = (RMS_NORM, module.variance_epsilon) if isinstance(module, RMSNorm) else (REMOVED, None)
+        facts = (curve, shape, axis, False, False, module.weight is not None, bias, False)
+        return SwappedSite(path, module.in_place_of, *facts, eps, **behaviour)
     return SwappedSite(
         *(path, module.in_place_of, _written(module.curve, path), shape, axis),
         per_channel=module.per_channel,
@@ -272,8 +281,11 @@ def _module(
     _check_shape(site, tensors, folder)
     shape, axis = site.normalized_shape, site.channel_axis
     affine, bias = site.elementwise_affine, site.bias
-    if site.eps is not None:
-        module: nn.Module = RMSNorm(shape, channel_axis=axis, eps=site.eps, elementwise_affine=affine, bias=bias)
+    module: nn.Module
+    if site.curve == REMOVED:
+        module = Removed(shape, axis)
+    elif site.eps is not None:
+        module = RMSNorm(shape, channel_axis=axis, eps=site.eps, elementwise_affine=affine, bias=bias)
     else:
         start = torch.ones(shape if site.per_channel else 1)
         module = function = PointwiseFunction(

@@ -22,6 +22,7 @@ class SimplifiedNorm(Record):
         folded: ``γ``, ``γ and β`` or empty: parameters that the linear layers behind the norm contain now.
         unfolded: reason why none was folded, or empty.
         change: relative L2 of the norm's output in float64, before γ and β moved; None if it could not be compared.
+        removed: relative L2 of the network's output in float64 without the norm, by eps alone; None if it is there.
     """
 
     site: str
@@ -30,6 +31,7 @@ class SimplifiedNorm(Record):
     folded: str
     unfolded: str
     change: float | None = None
+    removed: float | None = None
 
     _properties: ClassVar[tuple[str, ...]] = ("exact",)
 
@@ -45,34 +47,39 @@ class SimplifyReport(AboutNetwork):
 
     Attributes:
         norms: all norms, in the order of calls, and then those that cannot be observed.
-        float64: relative L2 of the output in float64, at most 1e-9.
-        own: relative L2 of the output in ``dtype``, in which the network was rewritten.
+        float64: relative L2 of the output in float64, at most 1e-9, before norms were removed.
+        in_dtype: relative L2 of the output in ``dtype``, in which the network was rewritten.
         dtype: of the network's first parameter.
         samples: number of inputs that were compared.
+        subtractions: paths of the modules before which the mean over channels is subtracted from a residual stream.
         untied: paths of linear layers that no longer share an embedding's weight.
-        training: True if the network is in training mode; the comparison is in eval mode.
         dropout: number of dropout layers, with which training would change the outputs of centred parameters.
         about: ``model``, ``weights`` and ``data`` in words, if known.
     """
 
     norms: Sequence[SimplifiedNorm]
     float64: float
-    own: float
+    in_dtype: float
     dtype: str
     samples: int
+    subtractions: tuple[str, ...] = ()
     untied: tuple[str, ...] = ()
-    training: bool = False
     dropout: int = 0
     about: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         exact = f"{len(self.exact)} of {count(len(self.norms), 'norm')} exact"
-        return f"SimplifyReport: {exact}, output changed by {self.own:.0e} in {self.dtype}"
+        return f"SimplifyReport: {exact}, output changed by {self.in_dtype:.0e} in {self.dtype}"
 
     @property
     def exact(self) -> list[SimplifiedNorm]:
         """The norms that are RMSNorms now and were LayerNorms."""
         return [norm for norm in self.norms if norm.exact]
+
+    @property
+    def removed(self) -> list[SimplifiedNorm]:
+        """The norms that are gone, as their output is normalized again behind linear layers."""
+        return [norm for norm in self.norms if norm.removed is not None]
 
     @property
     def folded(self) -> list[SimplifiedNorm]:

@@ -8,7 +8,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +17,21 @@ from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.norms.bound_inputs import unpacked
-from normscope.norms.formulas import channel_vectors, layer_norm, scale_and_shift
+from normscope.norms.formulas import Form, channel_vectors, layer_norm, rms_norm, scale_and_shift
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import find_norms
 from normscope.runtime.network import restoring, run, uncompiled
 from normscope.runtime.spread import check_whole
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
-from normscope.swaps.standalone import RMSNorm, make_room, tied_heads, untie
-from normscope.tools.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
+from normscope.swaps.standalone import Removed, RMSNorm, centre, make_room, tied_heads, untie
+from normscope.tools.simplify.dataflow import BlockedError, DataFlow, Entry, Reader, Writer, along
 from normscope.tools.simplify.reports import SimplifiedNorm, SimplifyReport
 from normscope.tools.simplify.trials import Exact, Trial, trials
 
 _BATCHES = 4  # on which the rewrites are proved
 MOST_OF_NORM, MOST_OF_OUTPUT = 1e-12, 1e-9  # relative change in float64
+MOST_OF_EPS = 1e-5  # change of the output by eps, without a norm whose output is normalized again
 # By how much rounding may change, in units of a dtype and of the network's own rounding, which is that of half
 # precision at most.
 _ROUNDINGS, _COARSEST = 32, 2**-8
@@ -41,18 +41,20 @@ _GAIN, _BOTH = "γ", "γ and β"
 def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = None) -> SimplifyReport:
     """Rewrite a network in place so that nothing but rounding changes: centre what norms read, and fold their weights.
 
-    - *Centre*: a parameter that writes to LayerNorms alone is centred over channels. A LayerNorm that nothing else
-      writes to becomes an RMSNorm (arXiv 2305.14858). Layer scales in between are multiplied into the parameter, and
-      a head that shares an embedding's weight gets its own copy.
+    - *Centre*: parameters that write to LayerNorms alone are centred over channels, and the LayerNorms become RMSNorms
+      (arXiv 2305.14858). If something nonlinear starts a stream, a forward pre-hook subtracts one mean where the stream
+      enters its blocks, and the writers behind are centred. Layer scales are multiplied into the parameters, and a head
+      that shares a changed embedding's weight gets its own copy.
     - *Fold*: γ and β of a norm that linear layers alone read move into these. Where a layer has no bias, or pads with
       zeros, the norm keeps β/γ.
+    - *Remove*: a norm without γ and β that reaches norms alone, through linear layers without bias, is left out (arXiv
+      2407.09577) if the eps of those then changes the output by at most 1e-5. float16 keeps it, lest a layer overflows.
 
-    A traced pass shows what reads and writes. Norms stay as they are where the data decide on the path, or where a
-    module of their width, or of a part of it, was not called. The first four batches prove the result on a copy in
-    float64: a norm whose output changes by more than 1e-12 (relative L2) stays, too. So does one that changes by more
-    than 1e-9 on random inputs and masks of several lengths and numbers of samples. All of this is for eval mode:
-    dropout between a centred parameter and its norm breaks the equality. So does a table of positions that the network
-    computes anew for larger images.
+    A traced pass shows what reads and writes. Norms stay where the data decide on the path, or where a module of their
+    width, or of a part of it, was not called. A copy in float64 proves the rest: on the first four batches, a norm's
+    output changes by at most 1e-12 (relative L2), and on random inputs and masks of several lengths by at most 1e-9.
+    All of this is for eval mode, as dropout between a centred parameter and its norm breaks the equality; and for
+    images of one size, if the network computes a table of positions anew for others.
 
     Args:
         model: the result of :func:`normscope.load`, or any module, which is changed in place.
@@ -75,21 +77,23 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     check_whole(network, "Simplification")
     if not (few := list(itertools.islice(inputs, _BATCHES))):
         raise DataError("There is no batch to prove the rewrites on.")
-    found = find_norms(network, few[0].first_sample())
+    traced = find_norms(network, few[0].first_sample())
     reference, dtype = copy.deepcopy(network).cpu().double(), model_tensor(network).dtype
-    for part in reference.modules():  # grouped_mm, which transformers calls for routed experts, takes no float64
-        if hasattr(config := getattr(part, "config", None), "_experts_implementation"):
+    for inner in reference.modules():  # grouped_mm, which transformers calls for routed experts, takes no float64
+        if hasattr(config := getattr(inner, "config", None), "_experts_implementation"):
             config._experts_implementation = "eager"  # type: ignore[union-attr]
     heads = tied_heads(reference)
     untie(reference, heads)
     in_double = [batch.to(torch.device("cpu"), torch.float64) for batch in few]
     with Exact(dtype) as in_float64:
-        flow = DataFlow(reference, [site for site in found.sites if site.replaceable], in_double[0].first_sample())
-    plan = _Plan([_Norm(site, reference, flow, dtype) for site in found.sites], flow.scales)
+        flow = DataFlow(reference, [site for site in traced.sites if site.replaceable], in_double[0].first_sample())
+    plan = _Plan([_Norm(site, reference, flow, dtype) for site in traced.sites], flow)
     replaceable = [norm.site for norm in plan.norms if norm.norm.replaceable]
     with in_float64:
         inputs_tried = [("", in_double, MOST_OF_NORM), *trials(reference, in_double[0], outputs, replaceable)]
         rewritten, changed = plan.proved(reference, inputs_tried, outputs)
+        if dtype != torch.float16:  # in which the outputs of layers behind no norm may overflow
+            plan.remove_repeated(rewritten, inputs_tried, outputs)
         truth = _outputs(reference, in_double, outputs)
     weights = {path: rewritten.get_parameter(f"{path}.weight") for path in (*heads, *heads.values())}
     untied = tuple(head for head, embedding in heads.items() if not torch.equal(weights[head], weights[embedding]))
@@ -99,28 +103,29 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
         values = {**dict(rewritten.named_parameters()), **dict(rewritten.named_buffers())}
         for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
             tensor.data.copy_(values[name])
-        own = _changes(original, network, (), few, outputs)[""]
-        rounding = float((_outputs(original, few, outputs) - truth).norm() / truth.norm().clamp(min=1e-300))
-        if not own <= max(MOST_OF_OUTPUT, _ROUNDINGS * (torch.finfo(dtype).eps + min(rounding, _COARSEST))):
-            is_finite = math.isfinite(own) and math.isfinite(rounding)
-            what = f" differs by {own:.1e}" if is_finite else ", or its own, is not finite"
+        unchanged = _outputs(original, few, outputs)
+        in_dtype, rounding = _relative(_outputs(network, few, outputs), unchanged), _relative(unchanged, truth)
+        most = max(MOST_OF_OUTPUT, _ROUNDINGS * (torch.finfo(dtype).eps + min(rounding, _COARSEST)))
+        if not in_dtype <= most + sum(norm.removed or 0 for norm in plan.norms):
+            is_finite = math.isfinite(in_dtype) and math.isfinite(rounding)
+            differs = f" differs by {in_dtype:.1e}" if is_finite else ", or its own, is not finite"
             raise ModelError(
-                f"The output of the rewritten {type(network).__name__}{what} in {dtype}. The network stays as it was; "
-                "convert it to float32 first."
+                f"The output of the rewritten {type(network).__name__}{differs} in {dtype}. The network stays as it "
+                "was; convert it to float32 first."
             )
         if untied and hasattr(network, "config"):
             network.config.tie_word_embeddings = False  # type: ignore[union-attr]
-    norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change) for n in plan.norms]
-    norms += [SimplifiedNorm(each.name, each.kind, each.reason, "", each.reason) for each in found.skipped]
+    norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change, n.removed) for n in plan.norms]
+    norms += [SimplifiedNorm(norm.name, norm.kind, norm.reason, "", norm.reason) for norm in traced.skipped]
     return SimplifyReport(
         norms,
         changed,
-        own,
+        in_dtype,
         str(dtype).removeprefix("torch."),
         sum(len(batch.samples) for batch in few),
+        tuple(plan.subtractions),
         untied,
-        module.training,
-        sum(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in network.modules()),
+        sum(isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 for inner in network.modules()),
         about,
     )
 
@@ -129,14 +134,15 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
 def _restored_unless_done(network: nn.Module) -> Iterator[nn.Module]:
     """Yield a copy of a network, and restore the network from it to the bit if the block raises."""
     original, tensors = copy.deepcopy(network), [*network.parameters(), *network.buffers()]
-    parts = [
-        (m, m._parameters.copy(), m._modules.copy(), m._non_persistent_buffers_set.copy()) for m in network.modules()
-    ]
+    names, modules = ("_parameters", "_modules", "_non_persistent_buffers_set"), list(network.modules())
+    states = [{name: getattr(module, name).copy() for name in names} for module in modules]
     try:
         yield original
     except BaseException:
-        for module, parameters, children, temporary in parts:
-            module._parameters, module._modules, module._non_persistent_buffers_set = parameters, children, temporary
+        for module, state, before in zip(modules, states, original.modules(), strict=True):
+            vars(module).update(state)
+            for key in module._forward_pre_hooks.keys() - before._forward_pre_hooks.keys():
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         with torch.no_grad():
             for tensor, value in zip(tensors, [*original.parameters(), *original.buffers()], strict=True):
                 tensor.copy_(value)
@@ -150,9 +156,12 @@ class _Norm:
         """Find the rewrites that the data flow of a network in float64 and its own dtype allow."""
         self.norm, self.site, self.kind = norm, norm.name, norm.kind
         self.writers: frozenset[Writer] = frozenset()
+        self.entry: Entry | None = None  # where its stream is centred, if parameters alone do not write that
         self.readers: Sequence[Reader] = ()
         self.blocked = self.folded = self.unfolded = ""
         self.change: float | None = None
+        self.removed: float | None = None
+        self.form: Form | None = None  # of a norm that can be rewritten
         called = f"it is called with {norm.called_with}, which changes its output" if norm.called_with else ""
         kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else called or "it is no norm module"
         if isinstance(kind, str):
@@ -160,6 +169,7 @@ class _Norm:
         elif kind.form is None or kind.activation or kind.affine is not scale_and_shift:
             self.block("it is no LayerNorm or RMSNorm with γ·y + β")
         else:
+            self.form = kind.form
             try:
                 if kind.form is not layer_norm:
                     centred = "it divides by another σ than an RMSNorm does"
@@ -178,7 +188,7 @@ class _Norm:
 
     def vectors(self, network: nn.Module) -> list[Tensor]:
         """Return γ and β in a network, each ``(channels,)``, as far as the norm has them."""
-        return [part.detach().flatten().clone() for part in channel_vectors(network.get_submodule(self.site))]
+        return [vector.detach().flatten().clone() for vector in channel_vectors(network.get_submodule(self.site))]
 
     def _foldable(self, network: nn.Module, flow: DataFlow, dtype: torch.dtype) -> tuple[list[Reader], str]:
         if not (vectors := self.vectors(network)):
@@ -207,14 +217,21 @@ class _Norm:
             matrix.mul_(along(gain, axis, matrix.ndim))
         weight, *bias = channel_vectors(network.get_submodule(self.site))
         weight.fill_(1)
-        for part in bias:
-            left = torch.zeros_like(part) if self.folded == _BOTH else part / gain.view(part.shape)
-            part.copy_(left.nan_to_num())  # 0/0, where γ and β are 0
+        for vector in bias:
+            left = torch.zeros_like(vector) if self.folded == _BOTH else vector / gain.view(vector.shape)
+            vector.copy_(left.nan_to_num())  # 0/0, where γ and β are 0
 
     def unfolded_output(self, y: Tensor, network: nn.Module) -> Tensor:
         """Return a folded norm's output as it was with γ and β."""
-        parts = [along(part, int(self.norm.channel_axis) % y.ndim, y.ndim) for part in self.vectors(network)]  # type: ignore[arg-type]
-        return y if not self.folded else y * parts[0] + (parts[1] if self.folded == _BOTH else 0)
+        if not self.folded:
+            return y
+        axis = int(self.norm.channel_axis) % y.ndim  # type: ignore[arg-type]
+        gain, *offset = (along(vector, axis, y.ndim) for vector in self.vectors(network))
+        return y * gain + (offset[0] if self.folded == _BOTH else 0)
+
+    def nothing(self) -> Removed:
+        """Return the module in place of a norm that is removed."""
+        return Removed(self.norm.normalized_shape, int(self.norm.channel_axis))  # type: ignore[arg-type]
 
     def rms_norm(self, network: nn.Module) -> RMSNorm:
         """Return an RMSNorm with the weight and bias that folding has left to a LayerNorm."""
@@ -225,17 +242,27 @@ class _Norm:
         module = RMSNorm(self.norm.normalized_shape, channel_axis=int(self.norm.channel_axis), **options)  # type: ignore[arg-type]
         module.to(like.device, like.dtype)
         with torch.no_grad():
-            for part, value in zip(module.parameters(), parameters, strict=True):
-                part.copy_(value.view(part.shape)).requires_grad_(value.requires_grad)
+            for parameter, value in zip(module.parameters(), parameters, strict=True):
+                parameter.copy_(value.view(parameter.shape)).requires_grad_(value.requires_grad)
         return module
 
 
-@dataclass
 class _Plan:
-    """Rewrites of all norms in the order of calls, and the writers behind each layer scale by its parameter's name."""
+    """Rewrites of all norms in the order of calls."""
 
-    norms: Sequence[_Norm]
-    scales: Mapping[str, frozenset[Writer]]
+    def __init__(self, norms: Sequence[_Norm], flow: DataFlow) -> None:
+        """Subtract one mean where that makes several norms exact that otherwise are not."""
+        self.norms, self.flow = norms, flow
+        blocked = {norm.site: norm for norm in norms if norm.blocked and norm.form is layer_norm}
+        for entry, writers in flow.entries(blocked):
+            for name, norm in blocked.items():
+                if name in writers:
+                    norm.entry, norm.writers, norm.blocked = entry, writers[name], ""
+
+    @property
+    def subtractions(self) -> dict[str, int]:
+        """Axes of the channels in streams to be centred, by the paths of the modules that these enter."""
+        return {norm.entry.module: norm.entry.axis for norm in self.norms if norm.entry and not norm.blocked}
 
     @property
     def centred(self) -> set[Writer]:
@@ -249,7 +276,7 @@ class _Plan:
         for norm in self.norms:
             if norm.folded:
                 norm.fold(network, tensors)
-        for scale, writers in self.scales.items():
+        for scale, writers in self.flow.scales.items():
             if writers & self.centred:
                 for name, axis in writers:
                     tensors[name].mul_(along(tensors[scale], axis, tensors[name].ndim))
@@ -258,9 +285,11 @@ class _Plan:
             tensors[name].sub_(tensors[name].mean(axis, keepdim=True))
 
     def restructure(self, network: nn.Module) -> None:
-        """Put RMSNorms in, and let state dicts contain every centred buffer."""
+        """Put RMSNorms and subtractions in, and let state dicts contain every centred buffer."""
         make_room(network, {name for name, _ in self.centred})
-        Swap(network, {norm.site: norm.rms_norm(network) for norm in self.norms if not norm.blocked})
+        modules = {norm.site: norm.rms_norm(network) for norm in self.norms if not norm.blocked}
+        Swap(network, {**modules, **{norm.site: norm.nothing() for norm in self.norms if norm.removed is not None}})
+        centre(network, self.subtractions)
 
     def proved(self, reference: nn.Module, trials: Sequence[Trial], outputs: Outputs) -> tuple[nn.Module, float]:
         """Return a rewritten copy of a network in float64 and the change of its output; block what cannot be proved."""
@@ -289,6 +318,26 @@ class _Plan:
             norm.change = given.get(norm.site)
         return rewritten, given[""]
 
+    def remove_repeated(self, rewritten: nn.Module, trials: Sequence[Trial], outputs: Outputs) -> None:
+        """Remove norms from a rewritten network whose output is normalized again, unless the eps of that matters."""
+        before: list[Tensor] = []
+        for norm in self.norms:
+            if not (norm.form is rms_norm or (norm.form is layer_norm and not norm.blocked)):
+                continue
+            with contextlib.suppress(BlockedError):
+                pairs = zip(norm.vectors(rewritten), (1, 0), strict=False)  # γ and β, and what changes nothing
+                affine = any(bool((vector != neutral).any()) for vector, neutral in pairs)
+                if affine or not self.flow.is_normalized_again(norm.norm):
+                    continue
+                before = before or [_outputs(rewritten, batches, outputs) for _, batches, _ in trials]
+                swap = Swap(rewritten, {norm.site: norm.nothing()})
+                after = [_outputs(rewritten, batches, outputs) for _, batches, _ in trials]
+                changes = list(map(_relative, after, before))
+                if all(change <= MOST_OF_EPS for change in changes):
+                    norm.removed, before = changes[0], after
+                else:
+                    swap.undo()
+
     def _block(self, changed: _Norm, change: str) -> None:
         """Leave a norm whose output changed as it is, or the last rewritten one before it."""
         reason = f"the output of {changed.site} {change}"
@@ -296,9 +345,9 @@ class _Plan:
         if not (rewritten := [norm for norm in until if norm.folded or not norm.blocked]):
             raise ModelError(f"Nothing can be proved: {reason}, and nothing before it was rewritten.")
         last = rewritten[-1]
-        for other in self.norms if not last.blocked else ():  # centring for them would change its input, too
-            if other.writers & last.writers:
-                other.blocked = other.blocked or reason
+        for norm in self.norms if not last.blocked else ():  # centring for them would change its input, too
+            if norm.writers & last.writers or (norm.entry and norm.entry is last.entry):
+                norm.blocked = norm.blocked or reason
         last.block(reason)
 
 
@@ -307,6 +356,10 @@ def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> 
     """Return all outputs of a network in one vector, on the CPU and in float64."""
     with restoring(network):
         return torch.cat([outputs.read(run(network, batch), batch).cpu().double().flatten() for batch in batches])
+
+
+def _relative(y: Tensor, truth: Tensor) -> float:
+    return float((y - truth).norm() / truth.norm().clamp(min=1e-300))
 
 
 def _changes(

@@ -12,7 +12,7 @@ def simplify_table(report: SimplifyReport) -> TextTable:
     columns: list[Column[SimplifiedNorm]] = [
         names("site", lambda norm: norm.site),
         words("kind", lambda norm: norm.kind, 2),
-        names("RMSNorm", lambda norm: "exact" if norm.exact else norm.blocked),
+        names("RMSNorm", lambda norm: "removed" if norm.removed is not None else norm.blocked or "exact"),
         names("folded", lambda norm: norm.folded or norm.unfolded),
         Column("change", lambda norm: number(norm.change, ".1e"), drop=1),
     ]

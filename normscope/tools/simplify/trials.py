@@ -48,12 +48,12 @@ def trials(network: nn.Module, batch: Batch, outputs: Outputs, norms: Sequence[s
     """Return other inputs than a batch that a network accepts, and on which its norms and its output are finite."""
     accepted: list[Trial] = []
     with restoring(network) as buffers:
-        sizes = {part.num_embeddings for part in network.modules() if isinstance(part, nn.Embedding)}
+        sizes = {module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)}
         for words, trial in _candidates(batch, sorted(sizes)):
             with contextlib.suppress(NormscopeError), outputs_at(network, norms) as at_norms:  # or it takes none such
                 output = outputs.read(run(network, trial), trial)
-                found = [output, *itertools.chain(*at_norms.values())]
-                if all(bool(each.isfinite().all()) for each in found):
+                tensors = [output, *itertools.chain(*at_norms.values())]
+                if all(bool(tensor.isfinite().all()) for tensor in tensors):
                     accepted.append((f" on {words}", [trial], 1e-9))
             buffers.restore()
     return accepted
@@ -70,10 +70,10 @@ def _candidates(batch: Batch, sizes: Sequence[int]) -> Iterator[tuple[str, Batch
         yield "random inputs", _changed(sample, functools.partial(_random, scale=scale))
     tensors = tensors_of([sample.args, sample.kwargs])
     if any(map(_is_mask, tensors)):
-        yield "random masks", _changed(sample, functools.partial(_masked, part=0.5))
+        yield "random masks", _changed(sample, functools.partial(_masked, share=0.5))
         yield "masks of the first half", _changed(sample, _masked)
-    if not all(each.is_floating_point() or _is_mask(each) for each in tensors):
-        largest = max(int(each.max()) for each in tensors if each.numel() and not each.is_floating_point())
+    if not all(tensor.is_floating_point() or _is_mask(tensor) for tensor in tensors):
+        largest = max(int(ids.max()) for ids in tensors if ids.numel() and not ids.is_floating_point())
         for size in (*sizes, 2 * largest + 2):
             yield f"token ids below {size}", _changed(sample, functools.partial(_random, size=size))
     for name in sample.kwargs:
@@ -82,10 +82,10 @@ def _candidates(batch: Batch, sizes: Sequence[int]) -> Iterator[tuple[str, Batch
     shapes = [tensor.shape for tensor in tensors if tensor.ndim < 4]
     most = max([_MOST, *(2 * shape.numel() for shape in shapes)])
     for axis, size in sorted({(n, shape[n]) for shape in shapes for n in range(1, len(shape)) if shape[n] > 1}):
-        for other in sorted({size // 2, size - 1, size + 1, 2 * size, 4 * size}):
-            if all(shape.numel() // size * other <= most for shape in shapes):
-                resized = _changed(sample, functools.partial(_resized, axis=axis, size=size, other=other))
-                yield f"inputs of size {other} in place of {size}", _changed(resized, _random)
+        for new in sorted({size // 2, size - 1, size + 1, 2 * size, 4 * size}):
+            if all(shape.numel() // size * new <= most for shape in shapes):
+                resized = _changed(sample, functools.partial(_resized, axis=axis, size=size, new=new))
+                yield f"inputs of size {new} in place of {size}", _changed(resized, _random)
 
 
 def _changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -107,20 +107,20 @@ def _random(tensor: Tensor, scale: float = 1, size: int = 0) -> Tensor:
     return torch.randint_like(tensor, *((0, size) if size else (int(tensor.min()), int(tensor.max()) + 1)))
 
 
-def _masked(tensor: Tensor, part: float = 0) -> Tensor:
-    """Invert a mask in its second half or, if a part is given, anywhere; a row of masks keeps its first entry."""
+def _masked(tensor: Tensor, share: float = 0) -> Tensor:
+    """Invert a mask in its second half or, if a share is given, anywhere; a row of masks keeps its first entry."""
     torch.manual_seed(0)
     if not _is_mask(tensor):
         return tensor
     length = tensor.shape[-1] if tensor.ndim else 1
-    where = torch.rand(tensor.shape) < part if part else (torch.arange(length) >= length / 2).expand(tensor.shape)
+    where = torch.rand(tensor.shape) < share if share else (torch.arange(length) >= length / 2).expand(tensor.shape)
     kept = (torch.arange(length) == 0).expand(tensor.shape) if tensor.ndim > 1 else torch.zeros(tensor.shape) > 0
     return torch.where(where & ~kept, (1 - tensor.double()).to(tensor.dtype), tensor)
 
 
-def _resized(tensor: Tensor, axis: int, size: int, other: int) -> Tensor:
+def _resized(tensor: Tensor, axis: int, size: int, new: int) -> Tensor:
     """Cut or repeat a tensor along an axis of a size, an attention mask along all of that size."""
     for n in range(1, tensor.ndim):
         if tensor.shape[n] == size and (n == axis or tensor.ndim > 3):
-            tensor = tensor.index_select(n, torch.arange(other) % size)
+            tensor = tensor.index_select(n, torch.arange(new) % size)
     return tensor

@@ -11,13 +11,9 @@ def test_a_simplified_network_is_loaded_by_every_command(tmp_path):
     printed = document("simplify demo_vit --limit 4 --device cpu -o exact", cwd=tmp_path)
     assert [norm["exact"] for norm in printed["norms"]] == [True] * 17
     assert {norm["folded"] for norm in printed["norms"]} == {"γ and β"}
-    assert printed["float64"] < 1e-14 < printed["own"] < 2e-6 and printed["samples"] == 4
-    assert (printed["model"], printed["folder"], printed["dtype"], printed["untied"]) == (
-        "demo_vit",
-        "exact",
-        "float32",
-        [],
-    )
+    assert printed["float64"] < 1e-14 < printed["in_dtype"] < 2e-6 and printed["samples"] == 4
+    facts = ("model", "folder", "library", "dtype", "untied", "subtractions")
+    assert [printed[name] for name in facts] == ["demo_vit", "exact", "", "float32", [], []]
     layers = document("layers demo_vit --weights exact --verify", cwd=tmp_path)
     assert {(site["kind"], site["affine"]) for site in layers["sites"]} == {("RMSNorm", False)}
     original = normscope.load("demo_vit", limit=4, device="cpu")
@@ -40,6 +36,10 @@ def test_the_table_names_reasons(tmp_path):
     assert "mul in transformer_blocks.0 multiplies channels by different factors" in second
     assert "1 of 17 norms became RMSNorms, 0 were folded: the output changed by" in words(done.stdout)
     assert "--weights exact takes it in every command" in done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(
+        "Stock libraries do not load exact; with it on Python's path: import diffusers; from pointwise"
+    )
     printed = document("layers demo_dit --weights exact", cwd=tmp_path)
     assert [site["kind"] for site in printed["sites"]] == ["RMSNorm"] + ["LayerNorm"] * 16
 
