@@ -5,7 +5,7 @@ Squashing functions, as in arXiv 2503.10622: ``--models minilm,dinov2_small,smar
 minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``.
 
 Pretrained networks, calibrated and healed: ``--models smart_turn --curves dyt --ways calibrated --clips 1``,
-``--models dinov2_small --class-token --limit 48 --curves dyt --ways calibrated,healed --steps 30`` and
+``--models dinov2_small --class-token --limit 96 --curves dyt --ways calibrated,healed --steps 28 --rounds 1 2 3`` and
 ``--models smollm2_135m --texts 12 --limit 32 --curves dyt --ways "calibrated, six kept;"``.
 """
 
@@ -46,18 +46,18 @@ an output of zero has an error of 1; cosine: of both outputs. The demo networks 
 pretrained, see scripts/fetch_pretrained.py. Those of text learn from {texts} docstrings of Python's standard library,
 and {held_out} docstrings of other modules are held out (with --limit N, at most N of each). dinov2_small has eight
 crops of three photographs (with --limit N, N crops), smart_turn eight recordings: in three and four rounds, each
-photograph or recording is held out once, or only those of the first --rounds. With --clips N, smart_turn also learns
-from N clips of words by each voice of demo_wav2vec2's training that made no recording. Class token: the output is the
-first token of the last hidden state alone, in all columns and for what is calibrated and healed. Start values are
-fitted to the inputs to learn from, with s, weighted by γ². Samples are inputs; numbers are median, smallest and
-largest. Paper: A = 1, α = 0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one shape for all channels
-of a site. Functions calibrated: by normscope.calibrate with refit="norms". Calibrated: with the neighbouring linear
-layers too. Two kept: all norms are replaced except two, which normscope.keep chose. Six kept: of smollm2_135m, those
-before the feed-forwards where massive activations begin (layers 8, 9 and 11) and end (28 and 29), and the last. Healed:
-calibrated, then trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm. KL: of logits, mean per input,
-in nats. Top-1: share of positions with the same largest logit. Other columns are the quality at the task. On inputs
-learned from: the error at the output on at most {few} batches of them. CPU seconds cover swap, calibration and healing,
-on one thread; the row of the capture is apart.
+photograph or recording is held out once; with --rounds, each of these rounds is a case of its own. With --clips N,
+smart_turn also learns from N clips of words by each voice of demo_wav2vec2's training that made no recording. Class
+token: the output is the first token of the last hidden state alone, in all columns and for what is calibrated and
+healed. Start values are fitted to the inputs to learn from, with s, weighted by γ². Samples are inputs; numbers are
+median, smallest and largest. Paper: A = 1, α = 0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one
+shape for all channels of a site. Functions calibrated: by normscope.calibrate with refit="norms". Calibrated: with the
+neighbouring linear layers too. Two kept: all norms are replaced except two, which normscope.keep chose. Six kept: of
+smollm2_135m, those before the feed-forwards where massive activations begin (layers 8, 9 and 11) and end (28 and 29),
+and the last. Healed: calibrated, then trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm. KL: of
+logits, mean per input, in nats. Top-1: share of positions with the same largest logit. Other columns are the quality at
+the task. On inputs learned from: the error at the output on at most {few} batches of them. CPU seconds cover swap,
+calibration and healing, on one thread; the row of the capture is apart.
 """
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of healing, in place of --minutes")
     parser.add_argument("--minutes", type=float, default=4.0, help="of healing (%(default)s)")
     parser.add_argument("--clips", type=int, default=0, help="of each further voice, for smart_turn")
-    parser.add_argument("--rounds", type=int, help="of those that hold each photograph or recording out once (all)")
+    parser.add_argument("--rounds", type=int, nargs="*", help="which, from 1, each in rows of its own (all in one)")
     parser.add_argument("--class-token", action="store_true", help="the output is a vision transformer's first token")
     args = parser.parse_args()
     length = {"steps": args.steps} if args.steps else {"minutes": args.minutes}
@@ -97,7 +97,7 @@ def measured(
     limit: int | None,
     clips: int,
     class_token: bool,
-    rounds: int | None,
+    rounds: Sequence[int] | None,
     length: dict[str, float],
 ) -> list[Measurement]:
     """Swap every curve in every way, and compare the outputs; samples are those of all rounds."""
@@ -105,10 +105,13 @@ def measured(
     network, divisions = inputs_of(model, texts, limit, clips)
     if class_token:
         network, model = replace(network, outputs=CLASS_TOKEN), f"{model}, class token"
-    results: dict[tuple[str, str], Measurement] = {}
-    for learned, held_out in divisions[:rounds]:
-        for row in round_of(model, network, learned, held_out, curves, ways, length):
-            key = row.way, row.quantity
+    results: dict[tuple[str, str, str], Measurement] = {}
+    for number, (learned, held_out) in enumerate(divisions, start=1):
+        if rounds is not None and number not in rounds:
+            continue
+        case = model if rounds is None else f"{model}, round {number}"
+        for row in round_of(case, network, learned, held_out, curves, ways, length):
+            key = row.case, row.way, row.quantity
             samples = [*results[key].samples, *row.samples] if key in results else row.samples
             results[key] = replace(row, samples=samples)
     return list(results.values())

@@ -49,9 +49,9 @@ def page_of(results: Path, figures: Path | None = None) -> str:
             parts += [f"## {question['title']}\n"] if not number else []
             sentences, chart = answer(question["answer"], record), question.get("chart")
             parts += [f"{sentences}\n"] if sentences else tables_of(record)
-            if sentences and chart:
-                parts.append(f"![{chart['label']}](benchmarks/{path.stem}.svg)\n")
-                if figures:
+            if sentences and (label := chart["label"] if chart else question.get("figure")):
+                parts.append(f"![{label}](benchmarks/{path.stem}.svg)\n")
+                if figures and chart:
                     draw(chart, samples_of(record), figures / f"{path.stem}.svg")
             parts += [f"Failed: {sentence}\n" for sentence in record.get("failed", ())]
             script = f"`benchmarks/{question['script']}.py` · " if "script" in question else ""

@@ -365,6 +365,52 @@ def test_the_study_of_a_training_is_a_committed_result():
         assert_shown(numbers_in("from # % of the pairs", page), [samples[f"{name}, step 0", "pairs with |αx| > 1"][0]])
 
 
+def test_the_map_of_learning_rates_is_a_committed_result():
+    page, samples = docs_page("papers"), samples_of("learning_rates")
+    least, (multiple,) = found(r"at most at # · ln 10, and", page), found(r"at most at # times its least", page)
+    limit, functions = float(least[0]) * math.log(10), ("DyT", "DyISRU", "Derf")
+    runs = {}  # pairs of loss at the end and stability, by case and way
+    for case, way, quantity in samples:
+        if quantity == "stable":
+            both = zip(samples[case, way, "loss at the end"], samples[case, way, "least loss"], strict=True)
+            runs[case, way] = [(end, end <= min(limit, float(multiple) * best)) for end, best in both]
+            assert samples[case, way, "stable"] == [sum(stable for _, stable in runs[case, way])]
+
+    def stable(width, rate, names, alphas=(0.2, 0.5, 1, 2), words=""):
+        ways = [f"α₀ {alpha:g}, rate {rate:g}" for alpha in alphas]
+        chosen = [runs.get((f"{name}, width {width}{words}", way), []) for name in names for way in ways]
+        chosen += [runs.get((f"{name}, width {width}{words}", f"rate {rate:g}"), []) for name in names]
+        return [sum(is_stable for cell in chosen for _, is_stable in cell), sum(map(len, chosen))]
+
+    def loss(name, way):
+        return statistics.mean(end for end, _ in runs[name, way])
+
+    assert all(math.isfinite(end) for cell in runs.values() for end, _ in cell)
+    seconds = sum(values[0] for (_, _, quantity), values in samples.items() if quantity == "CPU time")
+    assert_shown(found(r"learning_rates.py`, # CPU minutes", page), [seconds / 60])
+    failed, tried = stable(32, 0.001, functions)
+    assert_shown(found("At width 32 and rate 0.001, # runs are merely slow", page), [tried - failed])
+    everything = (*functions, "LayerNorm", "RMSNorm")
+    shown = found("at rate 0.016, # of # runs are stable at width 32, and # of # at width 128", page)
+    assert_shown(shown, [*stable(32, 0.016, everything), *stable(128, 0.016, everything)])
+    shown = found("width 32, # of # runs with α₀ up to 0.5, and # of # above", page)
+    assert_shown(shown, [*stable(32, 0.016, functions, (0.2, 0.5)), *stable(32, 0.016, functions, (1, 2))])
+    shown = found("DyT ends at # with 0.2 and # with 2 .width 128", page)
+    assert_shown(shown, [loss("DyT, width 128", f"α₀ {alpha}, rate 0.001") for alpha in ("0.2", "2")])
+    shown = found("width 32, # of # runs against # of #; at rate 0.004, DyT ends at # and LayerNorm at #", page)
+    norms = stable(32, 0.016, ["LayerNorm"])
+    losses = [loss("DyT, width 32", "α₀ 0.5, rate 0.004"), loss("LayerNorm, width 32", "rate 0.004")]
+    assert_shown(shown, [*stable(32, 0.016, functions, (0.5,)), *norms, *losses])
+    cells = [(width, rate) for width in (32, 128) for rate in (0.001, 0.004, 0.016, 0.064)]
+    shifted, as_before, rms = (
+        [sum(counts) for counts in zip(*(stable(*cell, [name], words=words) for cell in cells), strict=True)]
+        for name, words in (("LayerNorm", ", shifted weights"), ("LayerNorm", ""), ("RMSNorm", ", shifted weights"))
+    )
+    assert shifted == as_before
+    shown = found("LayerNorm has # of # stable runs, as without the shift, RMSNorm # of #", page)
+    assert_shown(shown, [*shifted, *rms])
+
+
 def test_the_readme_holds_the_two_commands_and_can_be_read_in_minutes():
     assert "\npip install -c constraints.txt '.[speech]' && normscope plot\n" in README
     assert "\npip install -c constraints.txt -e '.[test,speech]' && pytest\n" in README
