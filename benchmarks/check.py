@@ -53,7 +53,7 @@ def main() -> None:
             deviations.setdefault(key, []).extend(values)
     measured += list(summaries("all networks", deviations))
     for case, make in (("Qwen3, 4 layers", qwen3), ("ViT, 4 layers", vit)):
-        measured += list(logits(case, *make()))
+        measured += logits(case, *make())
     finish(
         "check",
         ABOUT,
@@ -62,6 +62,7 @@ def main() -> None:
         threads=[torch.get_num_threads()],
         libraries=["transformers", "timm"],
         failed=failed,
+        added=True,
     )
 
 
@@ -170,8 +171,9 @@ def summaries(case: str, found: Mapping[str, Sequence[float]]) -> Iterator[Measu
     for key, values in found.items():
         way, _, what = key.partition("|")
         if way == "float16":
-            yield Measurement(case, way, "verdicts", "number", [len(values)])
             yield Measurement(case, way, what, "number", [sum(values)])
+            if what == "wrong":
+                yield Measurement(case, way, "verdicts", "number", [len(values)])
             continue
         limit = 0.1 if way == "eps" else 0.05
         yield Measurement(case, f"{way}, {what}", "sites", "number", [len(values)], shown=False)
@@ -195,6 +197,8 @@ def logits(case: str, module: nn.Module, batches: Sequence[Any]) -> Iterator[Mea
         for key in ("bound", "estimate"):
             ratios = [row[key] / largest for row, largest in zip(answer.sites, true, strict=True)]
             yield Measurement(case, "attention logits", f"{key} : truth", "×", ratios)
+            yield Measurement(case, "attention logits", f"largest {key} : truth", "×", [max(ratios)], shown=False)
+            yield Measurement(case, "attention logits", f"smallest {key} : truth", "×", [min(ratios)], shown=False)
 
 
 class Logits(TorchFunctionMode):

@@ -54,10 +54,10 @@ median, smallest and largest. Paper: A = 1, α = 0.5, s = 0, and the original γ
 shape for all channels of a site. Functions calibrated: by normscope.calibrate with refit="norms". Calibrated: with the
 neighbouring linear layers too. Two kept: all norms are replaced except two, which normscope.keep chose. Six kept: of
 smollm2_135m, those before the feed-forwards where massive activations begin (layers 8, 9 and 11) and end (28 and 29),
-and the last. Healed: calibrated, then trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm. KL: of
-logits, mean per input, in nats. Top-1: share of positions with the same largest logit. Other columns are the quality at
-the task. On inputs learned from: the error at the output on at most {few} batches of them. CPU seconds cover swap,
-calibration and healing, on one thread; the row of the capture is apart.
+and the last. Healed: calibrated, then trained by normscope.heal for the --steps or --minutes of its command. RMSNorm
+replaces no GroupNorm. KL: of logits, mean per input, in nats. Top-1: share of positions with the same largest logit.
+Other columns are the quality at the task. On inputs learned from: the error at the output on at most {few} batches of
+them. CPU seconds cover swap, calibration and healing, on one thread; the row of the capture is apart.
 """
 
 
@@ -78,8 +78,7 @@ def main() -> None:
     length = {"steps": args.steps} if args.steps else {"minutes": args.minutes}
     given = (args.curves, args.ways, args.texts, args.limit, args.clips, args.class_token, args.rounds, length)
     measurements = [row for model in args.models for row in in_own_process(measured, model, *given, threads=1)]
-    healing = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
-    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT, length=healing, few=FEW)
+    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT, few=FEW)
     libraries = ["timm", "torchaudio", "diffusers", "transformers"]
     finish("swaps", about, measurements, args, threads=[1], libraries=libraries, added=True)
 

@@ -75,6 +75,15 @@ def test_sums_match_hooks_on_the_last_norm(name, seen):
     y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + eps)
     sums = seen.stats[site.name].moments.sum((0, 2)).double()
     np.testing.assert_allclose(sums[[0, 3, 4, 5]], sums_of(x, y)[[0, 3, 4, 5]], rtol=1e-4)
+    report = normscope.check(seen, eps=1e-3)
+    step = (x.max() - x.min()) / 255
+    error = float(((x / step).round() * step - x).norm() / x.norm())
+    assert report["int8"].sites[-1]["tensor"] == pytest.approx(error, rel=0.05)
+    centred = x if "RMS" in site.kind else x - x.mean(1, keepdim=True)
+    other = centred * torch.rsqrt(centred.square().mean(1, keepdim=True) + 1e-3)
+    assert report["eps"].sites[-1]["0.001"] == pytest.approx(float((other - y).norm() / y.norm()), rel=0.1)
+    half = x.half()
+    assert ("x²" in report["float16"].sites[-1]["overflows"]) == bool(half.square().isinf().any())
 
 
 def test_every_command_on_the_capture(name, folder, seen):

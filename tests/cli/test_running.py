@@ -9,7 +9,7 @@ from typer.main import get_command
 from normscope.cli import app
 from normscope.cli.running import RunOptions
 
-CAPTURE_ONLY = {"shuffle", "sample", "device_map", "workers", "verify"}
+CAPTURE_ONLY = {"shuffle", "sample", "device_map", "workers", "verify", "guidance"}
 LEFT_OUT = {
     **dict.fromkeys(("plot", "fit", "stats", "gradient", "compare", "report"), CAPTURE_ONLY),
     "capture": set(),
@@ -18,8 +18,8 @@ LEFT_OUT = {
     },
     "swap": {"sample", "workers", "verify"},
     "swap-bench": {"sample", "workers", "verify"},
-    "heal": {"device_map", "dtype", "sample", "workers", "verify"},
-    "simplify": {*CAPTURE_ONLY, "skip", "dtype", "batch_size", "guidance", "timesteps"},
+    "heal": {"device_map", "dtype", "sample", "workers", "verify", "guidance"},
+    "simplify": {*CAPTURE_ONLY, "skip", "dtype", "batch_size", "seed", "timesteps"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
 FIELDS = {field.name: field.default for field in dataclasses.fields(RunOptions)}

@@ -188,3 +188,12 @@ def test_samples_are_numbered_through_all_ranks():
         samples = [s.index for chunks in of_ranks for c in chunks for b in c.batches for s in b.samples]
         assert sorted(samples) == list(range(6))
     assert first_and_chunks([], ALL)[0] is None
+
+
+def test_captured_inputs_may_be_added_after_the_first_sample():
+    """A checkpoint is read after the first sample, which determines the sites."""
+    for batches in ([torch.zeros(1, 2)] * 4, normscope.load("demo_vit", limit=4, batch_size=1, device="cpu").inputs):
+        captured = set()
+        _, chunks = first_and_chunks(batches, RankSampler(0, 1, captured))
+        captured |= {0, 2}
+        assert [list(chunk.numbers) for chunk in chunks] == [[1], [3]]

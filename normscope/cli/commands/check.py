@@ -34,9 +34,7 @@ def check(
 
     names = sources(models, run, None, out)
     seen, documents, rows, networks = [], [], list[dict[str, Any]](), list[Any]()
-    for capture in captures(
-        [(name, run) for name in names], layers, out, after=lambda network, _: networks.append(network)
-    ):
+    for capture in captures([(name, run) for name in names], layers, out, after=networks.append):
         report = check_capture(capture, networks.pop() if networks else None, eps=eps)
         out.heading(capture.about)
         for table in check_tables(report, sites=sites):

@@ -12,7 +12,7 @@ from normscope.runtime.files import check_folder_writable
 
 @options.with_groups(
     "normscope simplify demo_vit -o demo_vit-exact · normscope simplify minilm --limit 8 -o minilm-exact --json",
-    without=(*CAPTURE_ONLY, "skip", "timesteps", "dtype", "batch_size", "columns"),
+    without=(*CAPTURE_ONLY, "skip", "timesteps", "dtype", "batch_size", "seed", "columns"),
 )
 def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOptions, out: Output) -> None:
     """Rewrite a model exactly: LayerNorms become RMSNorms, and γ and β move into linear layers."""

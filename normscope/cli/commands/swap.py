@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @options.with_groups(
     "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
     "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
-    without=(*PLOT_ONLY, "figure_format", "sample", "workers", "verify", "columns", "guidance"),
+    without=(*PLOT_ONLY, "figure_format", "sample", "workers", "verify", "columns"),
 )
 def swap(
     model: options.Model,

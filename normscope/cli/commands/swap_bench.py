@@ -31,7 +31,7 @@ _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "d
 @options.with_groups(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
     "normscope swap-bench vit_b16 --layers least:8",
-    without=("sample", "workers", "verify", "guidance", *PLOT_ONLY),
+    without=("sample", "workers", "verify", "columns", *PLOT_ONLY),
 )
 def swap_bench(
     models: options.OnlyModels = None,

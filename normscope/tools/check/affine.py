@@ -7,6 +7,9 @@ from typing import Any
 
 from normscope.errors import count
 from normscope.fits.card import centring_of
+from normscope.inputs.wrappers import submodule
+from normscope.norms.formulas import scale_and_shift
+from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.tools.check.evidence import Affine, Evidence
@@ -26,7 +29,8 @@ def mean(evidence: Evidence) -> Answer:
         if site.form and site.centred:
             centring = centring_of(site, of_tokens(stats.token_offsets))
             row = {"site": site.name, "change_without": centring.change_without, "mean_share": centring.mean_share}
-            rows.append(row | {"exact": _of_flow(evidence, "writers", site) is not None or None})
+            is_exact = site.form == "layer_norm" and _of_flow(evidence, "writers", site) is not None
+            rows.append(row | {"exact": is_exact or None})
     if not rows:
         return Answer("mean", "omitted", "no norm here subtracts a mean that its tokens determine")
     worst = max(rows, key=lambda row: row["change_without"])
@@ -46,24 +50,25 @@ def mean(evidence: Evidence) -> Answer:
 
 def _of_flow(evidence: Evidence, direction: str, site: NormSite) -> list[str] | None:
     """Return the parameters that write what a norm reads, or read what it writes; None if they cannot be rewritten."""
+    if evidence.module is None or evidence.flow is None or not site.replaceable:
+        return None
+    kind = kind_at(submodule(evidence.module, site.path), site)
+    if isinstance(kind, str) or kind.form is None or kind.activation or kind.affine is not scale_and_shift:
+        return None  # as simplify leaves them
     try:
-        return (
-            [name for name, *_ in getattr(evidence.flow, direction)(site)]
-            if evidence.flow and site.replaceable
-            else None
-        )
+        return [name for name, *_ in getattr(evidence.flow, direction)(site)]
     except BlockedError:
         return None
 
 
 def gamma(evidence: Evidence) -> Answer:
     """Answer whether γ is near 0 or 1, which channels it shuts off or amplifies, and where it folds."""
-    if not evidence.affine:
+    if evidence.module is None:
         return Answer("γ", "omitted", "a capture does not contain γ; `normscope check MODEL` reads it")
     rows = [
         {"site": site.name, **_of_gain(affine), "folds_into": _of_flow(evidence, "linear_readers", site)}
         for site, _ in evidence.norms()
-        if site.affine and (affine := evidence.affine.get(site.name)) is not None
+        if site.affine and (affine := (evidence.affine or {}).get(site.name)) is not None
     ]
     if not rows:
         return Answer("γ", "omitted", "no norm here has a weight")
