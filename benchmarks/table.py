@@ -54,8 +54,8 @@ def page_of(results: Path, figures: Path | None = None) -> str:
                 if figures and chart:
                     draw(chart, samples_of(record), figures / f"{path.stem}.svg")
             parts += [f"Failed: {sentence}\n" for sentence in record.get("failed", ())]
-            script = f"`benchmarks/{question['script']}.py` · " if "script" in question else ""
-            parts.append(f"{script}{origin(record)} · [samples](../benchmarks/results/{path.name})\n")
+            script = f"`benchmarks/{question['script']}.py`, " if "script" in question else ""
+            parts.append(f"{script}{origin(record)}, [samples](../benchmarks/results/{path.name})\n")
     return "\n".join(parts)
 
 
@@ -94,7 +94,7 @@ def origin(record: Mapping[str, Any]) -> str:
     hardware = f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] > 1 else ''}, no GPU"
     if "gpu" in machine:
         hardware = f"{machine['gpu']}, CUDA {machine['cuda']}"
-    return f"{hardware} · torch {record['versions']['torch']} · {record['date'][:10]}"
+    return f"{hardware}, torch {record['versions']['torch']}, {record['date'][:10]}"
 
 
 def draw(chart: Mapping[str, Any], samples: Samples, path: Path) -> None:

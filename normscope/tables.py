@@ -12,7 +12,7 @@ from normscope.fits.comparison import Compared
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import GradientView
 from normscope.fits.saturation import Saturation
-from normscope.fits.token_slopes import TokenSlopes
+from normscope.fits.scale import TokenSlopes
 from normscope.pairs.captures import Capture
 from normscope.show.tables.card import card_tables, saturation_table
 from normscope.show.tables.drift import drift_tables, keep_table

@@ -8,8 +8,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
 INTRODUCTION = """\
 # Glossary
 
-Terms, and the columns of all tables. Capital letters in a heading stand for the name of a CURVE or a score, or for a
-number.
+Terms, and the columns of all tables. Capital letters in a heading stand for a name or a number.
 """
 BELOW = {COMMON: "", "report": "Columns of the HTML file that are in no table above."}
 

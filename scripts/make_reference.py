@@ -28,14 +28,15 @@ SECTIONS = {
     """,
     "Fit": """
         fit fits.curve_fit.CurveFit curves.known.Curve curve_of fits.layerwise.layerwise fits.layerwise.Layerwise
-        fits.token_slopes.token_slopes fits.token_slopes.TokenSlopes
+        fits.scale.token_slopes fits.scale.TokenSlopes
     """,
     "Look": """
         plot figures.overview report page.report.Page norm_cards fits.card.NormCard saturation
         fits.saturation.Saturation gradient fits.gradient.GradientView compare fits.comparison.Compared
         figures.plot_comparison figures.plot_gradient figures.plot_drift figures.plot_keep figures.plot_speed
         figures.plot_healing figures.plot_curves figures.plot_depth figures.plot_saturation figures.plot_tails
-        figures.plot_timeline figures.plot_scurves_by_step figures.save_figure table
+        figures.plot_timeline figures.plot_scurves_by_step figures.save_figure table check
+        tools.check.reports.CheckReport tools.check.reports.Answer
     """,
     "Swap": """
         swap Swap replacements PointwiseFunction DyT DyISRU Derf drift swaps.drift.reports.DriftReport

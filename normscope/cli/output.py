@@ -39,6 +39,7 @@ Row: TypeAlias = Mapping[str, Any]
 _SUFFIXES = (".csv", ".tex", ".md", ".json", "")
 _PIPE_WIDTH = 1000  # a table that goes to a file or a program is as wide as it needs to be
 FIGURES = "outputs"  # folder of figures
+_MOST_NAMED = 4  # inputs that are kept, in a remark
 _SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 
 
@@ -231,6 +232,12 @@ class Output:
         if layers is None or is_number(layers):
             named = ", ".join(f"{site.index} {site.name}" for site in sites)
             self.remark(f"--layers {layers or len(sites)} selects, evenly over the depth: {named}")
+
+    def kept_inputs(self, capture: Capture) -> None:
+        if capture.inputs:
+            shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]
+            more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
+            self.remark(f"kept to be looked at: {', '.join(shown + more)}")
 
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:

@@ -120,6 +120,20 @@ def check_alone(work: str, more: str = "") -> None:
         )
 
 
+def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
+    """Refuse, before any work, kernels of ``NORMSCOPE_KERNELS`` that the device does not have; UsageError."""
+    import torch
+
+    from normscope.curves.known import BEST
+    from normscope.models.weights.devices import resolve_device
+    from normscope.swaps.kernels.choice import by_kernels
+    from normscope.swaps.start import RMS_NORM
+
+    for choice in choices:
+        name = choice.curve if isinstance(choice.curve, str) else choice.curve.function_name
+        by_kernels({RMS_NORM: "linear", BEST: "tanh"}.get(name, name), resolve_device(device), torch.float32)
+
+
 def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], device_map: str | None = None) -> None:
     """Refuse, before any work, a calibration that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS

@@ -28,7 +28,7 @@ from normscope.tools.probe.timeline import Timeline
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
-    *("palette", "reading", "functions", "axes", "plot"),
+    *("palette", "reading", "functions", "axes", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
     *("overview", "site", "explorer", "check", "swap", "training", "compare", "page"),
 )

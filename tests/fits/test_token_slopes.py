@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.fits.token_slopes import token_slopes
+from normscope.fits.scale import token_slopes
 
 
 def tokens(count=400, d=64, seed=0):

@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.fits.token_slopes import token_slopes
+from normscope.fits.scale import token_slopes
 
 D = 8
 

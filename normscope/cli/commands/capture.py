@@ -76,6 +76,7 @@ def capture(
     if not process.is_first:
         raise typer.Exit
     out.account(seen, layers, network.inputs.unreadable)
+    out.kept_inputs(seen)
     if keep_inputs and not seen.inputs:
         out.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
     path = normscope.save_capture(seen, output)

@@ -42,7 +42,7 @@ def fit(
     from normscope.fits.fit import check_fit
     from normscope.fits.layerwise import layerwise
     from normscope.fits.saturation import with_modules
-    from normscope.fits.token_slopes import token_slopes
+    from normscope.fits.scale import token_slopes
     from normscope.show.tables.fit import channels_table, fits_table, layerwise_line, slopes_table
 
     if per not in _LEVELS:

@@ -57,6 +57,7 @@ def heal(
     from normscope.tools.heal.training import check_asked
 
     replacement = swapping.SwapChoice.of(func, init, per, shift)
+    swapping.check_kernels([replacement], run.device)
     if minutes is None and steps is None:
         steps = STEPS
     check_options(train, steps, minutes)

@@ -52,6 +52,7 @@ def report(
     seen, fits, shown, checks, loaded = [], [], [], [], list[LoadedModel]()
     for captured in captures([(name, run) for name in names], layers, out, by, loaded.append, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
+        out.kept_inputs(capture)
         seen.append(capture)
         fits.append(normscope.fit(capture, func, shift=shift))
         network = loaded.pop() if loaded else None  # of this capture, unless it was read from a file

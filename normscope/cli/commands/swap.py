@@ -61,6 +61,7 @@ def swap(
 
     replacement = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_calibrated(init, refit, [replacement], run.device_map)
+    swapping.check_kernels([replacement], run.device)
     func = replacement.func
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None

@@ -65,6 +65,7 @@ def swap_bench(
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_calibrated(init, refit, choices, run.device_map)
+    swapping.check_kernels(choices, run.device)
     process = Process.current()
     files = FigureFiles(output, look, names if process.is_first else [], ["drift", *(["speed"] if timed else [])])
     device = resolve_device(run.device)

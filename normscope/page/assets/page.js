@@ -67,7 +67,7 @@ function changeTheme() {
 function help() {
   const dialog = document.getElementById("help");
   dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), card(KEYS),
-    remark("In a figure: drag to zoom, double-click to see all, hover over a pair for its token and channel."),
+    remark("In a figure: drag or pinch to zoom, double-click to see all, hover over a pair for its token and channel."),
     button("Close", () => dialog.close()));
   dialog.showModal();
 }

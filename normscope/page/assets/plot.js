@@ -278,9 +278,10 @@ class Plot {
       this.draw();
     });
     this.host.addEventListener("pointerup", (event) => this.drop(event));
+    pinchable(this);
     this.svg.setAttribute("tabindex", 0);
     this.host.addEventListener("keydown", (event) => this.keyed(event));
-    this.host.title = "Drag, or press + and − to zoom; double-click or press 0 to see all";
+    this.host.title = "Drag, pinch, or press + and − to zoom; double-click or press 0 to see all";
   }
 
   // + and − zoom about the middle, arrows move a part that is shown, 0 shows all.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from normscope.fits.comparison import Compared, Comparison, Ratio
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.layerwise import Layerwise
-    from normscope.fits.token_slopes import TokenSlopes
+    from normscope.fits.scale import TokenSlopes
 
 
 def fits_table(fits: Sequence[CurveFit]) -> TextTable:

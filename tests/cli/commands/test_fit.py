@@ -5,7 +5,7 @@ from command_line import document, invoke, words
 
 import normscope
 from normscope.fits.layerwise import layerwise
-from normscope.fits.token_slopes import token_slopes
+from normscope.fits.scale import token_slopes
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.fits.saturation import with_modules
-from normscope.fits.token_slopes import token_slopes
+from normscope.fits.scale import token_slopes
 from normscope.show.tables.card import saturation_table, scale_table, tails_table
 from normscope.show.tables.catalogs import models_table
 from normscope.show.tables.drift import drift_table, sites_table

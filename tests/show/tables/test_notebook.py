@@ -13,7 +13,7 @@ from torch import nn
 import normscope
 from normscope import Batch
 from normscope.errors import UsageError
-from normscope.fits.token_slopes import token_slopes
+from normscope.fits.scale import token_slopes
 
 
 @pytest.fixture(scope="module")
