@@ -126,6 +126,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "step": "distance between two numbers of the dtype at the largest |x|",
         "subnormal": "share of tokens whose mean x² the dtype stores with fewer digits",
         "eps": "of the norm; below other numbers, the relative L2 of its output with these in place of it",
+        "worst token": "largest change of a token's output by these eps, or by `--eps`, from the low end of its bin",
         "eps as stored": "eps, rounded to the dtype",
         "tensor": "relative L2 of all x, quantized with one scale",
         "tensor median": "the same of single tokens, median over those drawn",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from normscope.errors import count
@@ -12,8 +13,9 @@ from normscope.norms.formulas import scale_and_shift
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import of_tokens
+from normscope.swaps.standalone import tied_heads
 from normscope.tools.check.evidence import Affine, Evidence
-from normscope.tools.check.reports import Answer
+from normscope.tools.check.reports import Answer, percent
 from normscope.tools.simplify.dataflow import BlockedError
 
 _HARMLESS = 1e-4  # of Σy², 1 % of the length of y
@@ -29,32 +31,51 @@ def mean(evidence: Evidence) -> Answer:
         if site.form and site.centred:
             centring = centring_of(site, of_tokens(stats.token_offsets))
             row = {"site": site.name, "change_without": centring.change_without, "mean_share": centring.mean_share}
-            is_exact = site.form == "layer_norm" and _of_flow(evidence, "writers", site) is not None
-            rows.append(row | {"exact": is_exact or None})
+            rows.append(row)
     if not rows:
         return Answer("mean", "omitted", "no norm here subtracts a mean that its tokens determine")
     worst = max(rows, key=lambda row: row["change_without"])
+    exact = _exact(evidence, {row["site"] for row in rows})
+    rows = [row | {"exact": None if exact is None else row["site"] in exact} for row in rows]
     harmless = sum(row["change_without"] <= _HARMLESS for row in rows)
-    exact = sum(row["exact"] is True for row in rows)
     parts = [
-        f"dropping it changes y by {worst['change_without']:.2g} of Σy² at {evidence.short[worst['site']]}, the most "
-        f"of {count(len(rows), 'norm')}" + (f", and by less than {_HARMLESS:g} at {harmless}" if harmless else "")
+        f"dropping it changes y by {percent(math.sqrt(worst['change_without']))} at {evidence.short[worst['site']]}, "
+        f"the most of {count(len(rows), 'norm')}" + (f", and by less than 1% at {harmless}" if harmless else "")
     ]
-    if exact:
-        parts.append(f"by the data flow, `normscope simplify` drops it exactly at {exact} of {len(rows)}")
+    if exact is not None:
+        parts.append(f"by the data flow, `normscope simplify` drops it exactly at {len(exact)} of {len(rows)}")
     elif harmless < len(rows):
         parts.append("`normscope simplify` finds and proves where it can be dropped exactly")
-    verdict = "ok" if max(harmless, exact) == len(rows) else "note"
+    verdict = "ok" if max(harmless, len(exact or ())) == len(rows) else "note"
     return Answer("mean", verdict, "; ".join(parts), worst["site"], rows)  # type: ignore[arg-type]
+
+
+def _exact(evidence: Evidence, names: Collection[str]) -> set[str] | None:
+    """Return the LayerNorms that become RMSNorms by the data flow; None if it could not be followed."""
+    if evidence.flow is None:
+        return None
+    written = {
+        site.name: _of_flow(evidence, "writers", site)
+        for site, _ in evidence.norms()
+        if site.name in names and site.form == "layer_norm" and _is_rewritable(evidence, site)
+    }
+    blocked = [name for name, parameters in written.items() if parameters is None]
+    centred = (name for _, served in evidence.flow.entries(blocked) for name in served)
+    return {name for name, parameters in written.items() if parameters is not None}.union(centred)
+
+
+def _is_rewritable(evidence: Evidence, site: NormSite) -> bool:
+    """True for norms that `simplify` does not leave as they are."""
+    if evidence.module is None or not site.replaceable:
+        return False
+    kind = kind_at(submodule(evidence.module, site.path), site)
+    return not (isinstance(kind, str) or kind.form is None or kind.activation) and kind.affine is scale_and_shift
 
 
 def _of_flow(evidence: Evidence, direction: str, site: NormSite) -> list[str] | None:
     """Return the parameters that write what a norm reads, or read what it writes; None if they cannot be rewritten."""
-    if evidence.module is None or evidence.flow is None or not site.replaceable:
+    if evidence.flow is None or not _is_rewritable(evidence, site):
         return None
-    kind = kind_at(submodule(evidence.module, site.path), site)
-    if isinstance(kind, str) or kind.form is None or kind.activation or kind.affine is not scale_and_shift:
-        return None  # as simplify leaves them
     try:
         return [name for name, *_ in getattr(evidence.flow, direction)(site)]
     except BlockedError:
@@ -89,7 +110,8 @@ def gamma(evidence: Evidence) -> Answer:
     unusual += [f"amplifies {extreme['amplified']} (over {_AMPLIFIED} times it)"] if extreme["amplified"] else []
     parts += [f"of its {extreme['channels']} channels it {' and '.join(unusual)}"] if unusual else []
     folded = sum(row["folds_into"] is not None for row in rows)
-    where = f"at {folded} of {len(rows)} it folds" if folded else "it folds nowhere"
+    least = "at least " if evidence.module and tied_heads(evidence.module) else ""  # simplify unties the head first
+    where = f"at {least}{folded} of {len(rows)} it folds" if folded else "it folds nowhere"
     simplify = f"by the data flow, {where} into the next linear layers (`normscope simplify`)"
     parts.append(simplify if evidence.flow else "`normscope simplify` finds where it folds into the next linear layers")
     return Answer("γ", "note" if untrained or unusual else "ok", "; ".join(parts), extreme["site"], rows)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from normscope.errors import UsageError
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers
@@ -53,7 +55,8 @@ def check(
         A :class:`CheckReport`, with one answer per question.
 
     Raises:
-        UsageError, DataError, ModelError: as :func:`normscope.capture`.
+        UsageError: if ``eps`` is negative or not finite; and, with DataError and ModelError, as
+            :func:`normscope.capture`.
 
     >>> import normscope
     >>> report = check(normscope.load("demo_vit", limit=8))
@@ -77,6 +80,8 @@ def check_capture(capture: Capture, network: LoadedModel | None = None, *, eps: 
 
 def answers(evidence: Evidence) -> CheckReport:
     """Answer all questions from the same evidence."""
+    if evidence.eps is not None and not 0 <= evidence.eps < math.inf:
+        raise UsageError(f"eps has to be a number of at least 0, not {evidence.eps}.")
     if any(evidence.norms()):
         return CheckReport([question(evidence) for question in QUESTIONS], evidence.capture.about)
     sentence = f"there is no norm with pairs{evidence.left_out((), '')}"

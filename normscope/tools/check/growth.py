@@ -21,42 +21,44 @@ def growth(evidence: Evidence) -> Answer:
     stream = stream_of(evidence.capture)
     rows = [norm.as_dict() for norm in stream.norms]
     if stream.placement is None or len(rows) < 2:
-        return Answer("growth", "omitted", "The capture has no two norms of a residual stream.", sites=rows)
-    first, last = stream.norms[0], stream.norms[-1]
-    words = f"Median σ goes from {rounded(first.sigma)} at {first.site} to {rounded(last.sigma)} at {last.site}"
+        return Answer("growth", "omitted", "the capture has no two norms of a residual stream", sites=rows)
+    (first, *_, last), short = stream.norms, evidence.short
+    words = f"median σ goes from {rounded(first.sigma)} in {short[first.site]} to {rounded(last.sigma)} in "
+    words += short[last.site]
     if stream.placement == "post-norm":
-        return Answer("growth", "ok", f"{words}; post-norms normalize the stream itself.", None, rows)
+        return Answer("growth", "ok", f"{words}; post-norms normalize the stream itself", None, rows)
     before, steepest = max(itertools.pairwise(stream.norms), key=lambda pair: pair[1].sigma / pair[0].sigma)
-    step = f"({rounded(steepest.sigma / before.sigma)} ×) {_behind(before.site, steepest.written_by)}"
+    step = f"({rounded(steepest.sigma / before.sigma)} ×) {_behind(short[before.site], steepest.written_by)}"
     words += f", a factor of {rounded(last.sigma / first.sigma)}; it grows most {step}"
     if last.sigma > _MUCH * first.sigma:
-        return Answer("growth", "note", f"{words}: each norm needs an α of its own.", steepest.site, rows)
-    return Answer("growth", "ok", f"{words}.", steepest.site, rows)
+        return Answer("growth", "note", f"{words}: each norm needs an α of its own", steepest.site, rows)
+    return Answer("growth", "ok", words, steepest.site, rows)
 
 
 def spikes(evidence: Evidence) -> Answer:
     """Report the largest spike, with the sublayers that write and remove it, and the number of further ones."""
     stream = stream_of(evidence.capture)
     if not stream.norms:
-        return Answer("spikes", "omitted", "At no norm, the median of |x| is above 0.")
+        return Answer("spikes", "omitted", "at no norm, the median of |x| is above 0")
     if not stream.spikes:
         highest = max(stream.norms, key=lambda norm: norm.ratio)
-        words = (
-            f"No |x| exceeds {SPIKE_RATIO} × the median; the largest is {rounded(highest.ratio)} × at {highest.site}"
-        )
-        return Answer("spikes", "ok", f"{words}, channel {highest.channel}.", highest.site)
+        where = f"{evidence.short[highest.site]}, channel {highest.channel}"
+        words = f"no |x| exceeds {SPIKE_RATIO} × the median; the largest is {rounded(highest.ratio)} × in {where}"
+        return Answer("spikes", "ok", words, highest.site)
     rows = [{**spike.as_dict(), "gamma": _gamma(evidence, spike)} for spike in stream.spikes]
     spike = max(stream.spikes, key=lambda spike: spike.ratio)
-    peak = "" if spike.peak == spike.site and stream.placement == "pre-norm" else f" at {spike.peak}"
-    parts = [f"Channel {spike.channel}{_tokens(evidence, spike)}: {rounded(spike.ratio)} × the median of |x|{peak}"]
-    parts += _life(spike) if stream.placement == "pre-norm" else ["what writes it is known for pre-norms alone"]
+    peak = "" if spike.peak == spike.site and stream.placement == "pre-norm" else f" in {evidence.short[spike.peak]}"
+    parts = [f"channel {spike.channel}{_tokens(evidence, spike)}: {rounded(spike.ratio)} × the median of |x|{peak}"]
+    unknown = ["what writes it is known for pre-norms alone"]
+    parts += _life(evidence, spike) if stream.placement == "pre-norm" else unknown
     if spike.cosine is not None and spike.cosine > _ALIKE:
         parts.append(f"the tokens have the same y (cosine {spike.cosine:.2f}), which acts as a bias")
     for row in rows:
         if row["gamma"] is not None and abs(row["gamma"]) < _SMALL_GAMMA:
-            parts.append(f"at {row['peak']}, γ of channel {row['channel']} is near 0, so that it only sets σ")
+            at = evidence.short[row["peak"]]
+            parts.append(f"in {at}, γ of channel {row['channel']} is near 0, so that it only sets σ")
     further = [count(len(rows) - 1, "further spike")] if len(rows) > 1 else []
-    return Answer("spikes", "note", f"{'; '.join([*parts, *further])}.", spike.peak, rows)
+    return Answer("spikes", "note", "; ".join([*parts, *further]), spike.peak, rows)
 
 
 def _tokens(evidence: Evidence, spike: Spike) -> str:
@@ -72,16 +74,19 @@ def _tokens(evidence: Evidence, spike: Spike) -> str:
     return f" at {len(spike.positions)} positions" if spike.positions else ""
 
 
-def _life(spike: Spike) -> list[str]:
+def _life(evidence: Evidence, spike: Spike) -> list[str]:
     """Describe where a spike is born and where it ends, and by which sublayers."""
-    born = f"born at {spike.site}"
+    short = evidence.short
+    born = f"born in {short[spike.site]}"
     if spike.before is not None:
         born += f" {_behind('the norm before', spike.written_by)} ({rounded(spike.before)} × before)"
-    since, until = spike.massive or ("", "")
-    massive = [f"massive {'until' if since == spike.site else f'from {since} to'} {until}"] if since else []
-    ended = f"lasts to {spike.last}, the end of the stream"
+    massive = []
+    if spike.massive:
+        since, until = spike.massive
+        massive = [f"massive {'until' if since == spike.site else f'from {short[since]} to'} {short[until]}"]
+    ended = f"lasts to {short[spike.last]}, the end of the stream"
     if spike.after is not None:
-        ended = f"gone {_behind(spike.last, spike.removed_by)} ({rounded(spike.after)} ×)"
+        ended = f"gone {_behind(short[spike.last], spike.removed_by)} ({rounded(spike.after)} ×)"
     return [born, *massive, ended]
 
 

@@ -18,7 +18,7 @@ from normscope.tools.check.reports import Answer, Verdict
 _QUESTION = "attention logits"
 _COLUMNS = ("largest", "bound", "estimate", "head_dim", "scale")
 _CAPS = ("attn_logit_softcapping", "attention_logit_cap", "attn_logit_softcap", "softcap")
-_ROUNDING = 2**-9  # relative, of bfloat16
+_ROUNDING = 2**-8  # relative, of bfloat16
 _NOTICED = 0.1  # relative change of an attention weight
 _FLOAT16 = 65504
 
@@ -44,9 +44,12 @@ def logits(evidence: Evidence) -> Answer:
     worst = max(rows, key=lambda row: row["largest" if evidence.logits else "bound_without"])
     at = evidence.short[worst["site"]]
     if not evidence.logits:
+        needed = "they follow from γ, which a capture does not contain"
+        if evidence.module is not None:
+            needed = "they need a second pass, and these batches can be read only once"
         sentence = (
             f"without QK-norm, logits q·k/√d could reach {worst['bound_without']:.3g} at {at}, by the 95th percentiles "
-            f"of q and k {worst['estimate_without']:.3g}; with it they follow from γ, which a capture does not contain"
+            f"of q and k {worst['estimate_without']:.3g}; with it {needed}"
         )
         return Answer(_QUESTION, "note", sentence, worst["site"], rows)
     allowed = f" (lengths of q and k allow {worst['bound']:.3g})" if worst["scale"] else ""

@@ -16,8 +16,8 @@ from normscope.tools.check.reports import Answer
 _POOR = 0.9  # R² below which tanh leaves a third of y's length, √0.1
 # Measured: docs/papers.md (without training), docs/swaps.md (calibrated).
 _EXPECTATION = (
-    "a swap without training changes outputs much: DyT left a relative L2 of 0.75 of all-MiniLM-L6-v2 and 9.23 of a "
-    "Whisper encoder, calibrated 0.47 and 0.38; `normscope swap-bench` measures this network"
+    "a swap without training changes outputs much (relative L2 of DyT where it was measured: 0.75 on all-MiniLM-L6-v2, "
+    "9.23 on a Whisper encoder; calibrated 0.47 and 0.38): `normscope swap-bench` measures this network"
 )
 _ELSEWHERE = 0.5  # α₀ of DyT outside language models (arXiv 2503.10622, section 7)
 # α₀ of LLaMA there by the width of the network: norms in attention blocks, and all others.
@@ -52,7 +52,7 @@ def pointwise(evidence: Evidence) -> Answer:
     if sinks := sum((row["r2_without_sink"] or 0) >= _POOR for row in keep):
         parts.append(f"at {sinks} of them one position alone is the reason, such as the first token")
     if straight := sum(row["straight"] for row in rows):
-        parts.append(f"{straight} are straight: a constant scale fits them as well")
+        parts.append(f"{straight} of them straight, which a constant scale fits as well")
     return Answer("point-wise", "note", "; ".join([*parts, _EXPECTATION]), worst["site"], rows)
 
 

@@ -38,10 +38,12 @@ def float16(evidence: Evidence) -> Answer:
     )
     what = f"x or the output overflows at {len(stored)} of {sites}" if stored else fits
     of_x, of_output = (max(rows, key=lambda row: row[key] or 0.0) for key in ("max_x", "max_output"))
-    sizes = f"|x| up to {rounded(of_x['max_x'])} in {_place(evidence, of_x)}"
+    share = percent(of_x["max_x"] / _HALF.max)
+    sizes = f"|x| up to {rounded(of_x['max_x'])}, {share} of {end}, in {_place(evidence, of_x)}"
     if output := of_output["max_output"]:
         sizes += f", outputs of the largest tokens up to {rounded(output)} in {evidence.short[of_output['site']]}"
-    parts = [f"{what}: {sizes}; that is {percent(_largest(worst) / _HALF.max)} of {end}"]
+    lost = _lost(evidence)
+    parts = [*lost, f"{what}: {sizes}"]
     if squared:
         norms = "torch's norms" if evidence.affine is None else "these norms"
         how = f"{first_few(own)} square{'s' * (len(own) == 1)} so" if own else f"{norms} square in float32"
@@ -54,11 +56,24 @@ def float16(evidence: Evidence) -> Answer:
         tokens = f"{percent(small['subnormal'])} of the tokens in {evidence.short[small['site']]}"
         parts.append(f"the mean x² of {tokens} is below {rounded(_HALF.tiny)}, where float16 loses digits")
     if zero := sum(row["eps_as_stored"] == 0 for row in rows):
-        parts.append(f"eps is 0 in float16 at {zero} of {sites}: code that adds it there divides tokens of zeros by 0")
-    verdict: Verdict = "problem" if stored or own else "note" if len(parts) > 1 else "ok"
+        parts.append(
+            f"eps is 0 in float16 at {zero} of {sites}: add it in float32, or tokens of zeros are divided by 0"
+        )
+    verdict: Verdict = "problem" if stored or own or lost else "note" if len(parts) > 1 else "ok"
     answered = [row["site"] for row in rows if row["max_output"] is not None or evidence.affine is None]
     parts[-1] += evidence.left_out(answered, "for outputs")
     return Answer("float16", verdict, "; ".join(parts), worst["site"], rows)
+
+
+def _lost(evidence: Evidence) -> list[str]:
+    """Name the first norm whose x is not always finite."""
+    lost = [(site.name, int(stats.nonfinite_tokens)) for site, stats in evidence.norms() if stats.nonfinite_tokens]
+    if not lost:
+        return []
+    (name, tokens), behind = lost[0], f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return [
+        f"{count(tokens, 'token')} with NaN or infinity in {evidence.short[name]}{behind}, which no number includes"
+    ]
 
 
 def bfloat16(evidence: Evidence) -> Answer:

@@ -31,6 +31,8 @@ def _sites_table(answer: Answer) -> TextTable:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):  # with their numbers
+        return ", ".join(f"{of} ({number})" for of, number in value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_cell, value)) or NONE
     if isinstance(value, bool):

@@ -36,7 +36,7 @@ def test_sites_are_columns_with_definitions(file):
     output = invoke(f"check {file} -q --sites --eps 1e-3", COLUMNS="160").stdout
     assert "tensor median: the same of single tokens, median over those drawn" in words(output)
     titled = output.split("\neps\n")[1].splitlines()
-    assert titled[0].split() == ["site", "eps", "0.001", "1e-05", "1e-06", "1e-12"]
+    assert titled[0].split() == ["site", "eps", "0.001", "1e-05", "1e-06", "1e-12", "worst", "token"]
     assert titled[1].split()[:2] == ["norm", "1e-06"]
 
 

@@ -40,10 +40,10 @@ def test_a_network_without_spikes_or_growth_is_ok():
     grown, spiked = answers(network())
     assert (grown.verdict, spiked.verdict, spiked.sites) == ("ok", "ok", ())
     assert [row["site"] for row in grown.sites] == [*NORMS, "norm"]
-    assert f"at {NORMS[0]} to" in grown.sentence and "α" not in grown.sentence
+    assert "in 0.norm1 to" in grown.sentence and "α" not in grown.sentence
     highest = max(grown.sites, key=lambda row: row["ratio"])
-    assert spiked.site == highest["site"] and f", channel {highest['channel']}." in spiked.sentence
-    assert spiked.sentence.startswith("No |x| exceeds 100 × the median")
+    assert spiked.site == highest["site"] and f", channel {highest['channel']}" in spiked.sentence
+    assert spiked.sentence.startswith("no |x| exceeds 100 × the median")
 
 
 def test_growth_names_the_sublayer_with_most_of_it():
@@ -52,17 +52,17 @@ def test_growth_names_the_sublayer_with_most_of_it():
         model.blocks[1].norm2.weight *= 30
     grown, _ = answers(model)
     assert grown.verdict == "note" and grown.site == NORMS[4]
-    assert "by the FFN of blocks.1: each norm needs an α of its own." in grown.sentence
+    assert "by the FFN of blocks.1: each norm needs an α of its own" in grown.sentence
 
 
 @pytest.mark.parametrize(
     ("written", "life"),
     [
-        ({1: 200.0}, "born at blocks.1.norm1 by the FFN of blocks.0"),
-        ({2: 200.0}, "born at blocks.1.norm2 by the attention of blocks.1"),
+        ({1: 200.0}, "born in 1.norm1 by the FFN of blocks.0"),
+        ({2: 200.0}, "born in 1.norm2 by the attention of blocks.1"),
         ({0: 200.0, 3: -200.0}, "gone by the FFN of blocks.1"),
         ({0: 200.0}, "lasts to norm, the end of the stream"),
-        ({0: 5000.0, 3: -5000.0}, "massive until blocks.1.norm2"),
+        ({0: 5000.0, 3: -5000.0}, "massive until 1.norm2"),
     ],
 )
 def test_the_sentence_has_the_life_of_the_spike(written, life):
@@ -70,7 +70,7 @@ def test_the_sentence_has_the_life_of_the_spike(written, life):
     (row,) = spiked.sites
     assert spiked.verdict == "note" and spiked.site == row["peak"]
     assert life in spiked.sentence
-    assert spiked.sentence.startswith(f"Channel 5 at tokens 1 and 2 of all {SAMPLES} samples: ")
+    assert spiked.sentence.startswith(f"channel 5 at tokens 1 and 2 of all {SAMPLES} samples: ")
     assert row["gamma"] == 1
 
 
@@ -79,7 +79,7 @@ def test_a_channel_with_gamma_near_zero_only_sets_sigma():
     with torch.no_grad():
         model.blocks[1].norm1.weight[5] = 1e-5
     _, spiked = answers(model)
-    assert f"at {NORMS[2]}, γ of channel 5 is near 0, so that it only sets σ" in spiked.sentence
+    assert "in 1.norm1, γ of channel 5 is near 0, so that it only sets σ" in spiked.sentence
     (row,) = spikes(Evidence(normscope.capture(model, [INPUTS]))).sites  # which has no weights
     assert row["gamma"] is None
 
@@ -93,7 +93,7 @@ def test_of_post_norms_and_of_norms_beside_a_stream():
     with torch.no_grad():
         model.first.bias[5] = 400.0
     grown, spiked = answers(model)
-    assert grown.verdict == "ok" and grown.sentence.endswith("post-norms normalize the stream itself.")
+    assert grown.verdict == "ok" and grown.sentence.endswith("post-norms normalize the stream itself")
     assert "what writes it is known for pre-norms alone" in spiked.sentence
     grown, spiked = answers(nn.Sequential(nn.LayerNorm(D)))
     assert (grown.verdict, spiked.verdict) == ("omitted", "ok")

@@ -8,6 +8,7 @@ from networks import OneNorm, PreNorm
 from torch import nn
 
 import normscope
+from normscope.errors import UsageError
 from normscope.tools.check.check import check
 
 D = 32
@@ -156,7 +157,10 @@ def test_another_eps_changes_outputs_as_much_as_by_arithmetic(form, scale):
         true = float((FORMS[form](x.double(), eps) - y).norm() / y.norm())
         assert row[f"{eps:g}"] == pytest.approx(true, rel=0.1, abs=1e-9)
     assert row["1e-05"] == 0
-    expected = "ok" if row["0.001"] < 2**-24 else "problem" if row["0.001"] >= 0.01 else "note"
+    other = FORMS[form](x.double(), 1e-3)
+    worst = float(((other - y).norm(dim=1) / y.norm(dim=1).clamp_min(1e-300)).max())
+    assert row["worst_token"] == pytest.approx(worst, rel=0.25) and row["worst_token"] >= row["0.001"]  # of a bin of σ
+    expected = "ok" if row["worst_token"] < 2**-24 else "problem" if row["0.001"] >= 0.01 else "note"
     assert found.verdict == expected and found.sentence.startswith("0.001 in place of 1e-05 changes outputs by")
 
 
@@ -207,3 +211,18 @@ def test_tokens_of_zeros_are_checked():
     report = check(OneNorm(nn.LayerNorm(8)), [torch.zeros(4, 8)])
     numbers = [value for answer in report.answers for row in answer.sites for value in row.values()]
     assert all(math.isfinite(value) for value in numbers if isinstance(value, float))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tokens_that_are_not_finite_are_a_problem(value):
+    x = tokens()
+    x[3, 2] = value
+    found = answer("float16", x, nn.LayerNorm(D))
+    assert found.verdict == "problem"
+    assert found.sentence.startswith("1 token with NaN or infinity in norm, which no number includes; ")
+
+
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
+def test_an_eps_is_a_number_from_zero(eps):
+    with pytest.raises(UsageError, match=f"eps has to be a number of at least 0, not {eps}"):
+        normscope.check(nn.LayerNorm(D), [tokens()], eps=eps)
