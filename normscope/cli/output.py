@@ -172,7 +172,8 @@ class Output:
             sys.stdout.write(text)
         if self.columns is not None and not self._tables:
             headings = dict.fromkeys(typed(name) for table in self._left_out for name in filter(None, table.headings))
-            self.warn(f"{unknown('column', self.columns[0], headings)} All columns are shown.")
+            missing = next((name for name in self.columns if name not in headings), self.columns[0])
+            self.warn(f"{unknown('column', missing, headings)} All columns are shown.")
             self.columns = None
             for table in self._left_out:
                 self.table(table)

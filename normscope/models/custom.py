@@ -37,7 +37,7 @@ class UserCode:
 
     @contextmanager
     def running(self, subject: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:
-        """Run the block as the user's code; its exceptions become an error of ``kind`` about ``what``."""
+        """Run the block as the user's code; its exceptions become an error of ``kind`` about ``subject``."""
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):  # stdout is for results
             torch.default_generator.set_state(self.random_state)
             try:

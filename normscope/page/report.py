@@ -119,9 +119,7 @@ def report(
     given = [seen] if isinstance(seen, (Capture, str, Path)) else seen
     captures = [as_capture(capture, "report") for capture in given]
     checks: list[Any] = [*check] if isinstance(check, (list, tuple)) else [check] + [None] * (len(captures) - 1)
-    answers = [
-        (entry if isinstance(entry, Mapping) else entry.as_dict())["answers"] if entry else [] for entry in checks
-    ]
+    answers = list(map(_answers, checks))
     return Page(document(captures, _of_each(captures, fits), swap_results(drift), timeline, answers))
 
 
@@ -134,6 +132,20 @@ def _of_each(captures: Sequence[Capture], fits: Any) -> list[Sequence[CurveFit]]
     if len(captures) != 1:
         raise UsageError(f"There are {len(captures)} captures and one list of fits; give a list of fits for each.")
     return [fits]
+
+
+def _answers(check: Any) -> Sequence[Any]:
+    """Return the answers of a check, or of its JSON."""
+    if check is None:
+        return []
+    record = check if isinstance(check, Mapping) or not hasattr(check, "as_dict") else check.as_dict()
+    if not isinstance(record, Mapping) or "answers" not in record:
+        raise UsageError(
+            f"check is a {type(check).__name__} without answers: pass what normscope.check returned, or one of the "
+            "`reports` of `normscope check --json`."
+        )
+    answers: Sequence[Any] = record["answers"]
+    return answers
 
 
 def asset(name: str) -> str:

@@ -98,12 +98,14 @@ def test_a_report_takes_files_of_captures(seen, tmp_path):
 
 
 def test_a_check_belongs_to_its_capture(seen, other, checked):
+    seen, other = seen.only(1), other.only(1)
     record = normscope.check(other)
     [first, second] = documents_of(normscope.report([seen, other], check=[None, record]))
     assert first == [] and [answer["question"] for answer in second] == [answer.question for answer in record.answers]
     assert documents_of(normscope.report([seen, other], check=checked)) == [checked["answers"], []]
-    with pytest.raises(UsageError, match="There are 1 captures and 2 checks"):
-        normscope.report(seen, check=[checked, checked])
+    for check, words in (([checked, checked], "There are 1 captures and 2 checks"), ({"reports": []}, "dict without")):
+        with pytest.raises(UsageError, match=words):
+            normscope.report(seen, check=check)
 
 
 def documents_of(page):

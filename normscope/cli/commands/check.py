@@ -14,7 +14,7 @@ _COLUMNS = ("question", "verdict", "sentence", "site")
 @options.with_groups(
     "normscope check smollm2_135m · normscope check demo_vit --eps 1e-6 --sites · "
     "normscope check seen.safetensors --json -o check.json",
-    without=(*CAPTURE_ONLY, "skip", "timesteps", "batch_size", "seed", "columns"),
+    without=(*CAPTURE_ONLY, "skip", "timesteps", "seed", "columns"),
 )
 def check(
     models: options.Models = None,

@@ -26,7 +26,18 @@ _MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", 
 @options.with_groups(
     "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
     "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
-    without=(*PLOT_ONLY, "figure_format", "sample", "device_map", "dtype", "workers", "verify", "columns", "guidance"),
+    without=(
+        *PLOT_ONLY,
+        "figure_format",
+        "sample",
+        "device_map",
+        "dtype",
+        "workers",
+        "verify",
+        "columns",
+        "guidance",
+        "title",
+    ),
 )
 def heal(
     model: options.Model,

@@ -23,6 +23,7 @@ def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOption
 
     check_folder_writable(output, FILES, ALSO)
     network = run.load(model, out)
+    out.remark("proving the rewrites in float64, for minutes if the network is large …")
     report = normscope.simplify(network)
     out.heading(report.about)
     out.table(simplify_table(report))
@@ -40,7 +41,7 @@ def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOption
         out.warn(f"the rewrites are exact in eval mode; training drops values in {count(report.dropout, 'layer')}")
     document = {**report.as_dict(), "folder": None, "library": None}
     if report.exact or report.folded or report.removed:
-        func = EXACT if report.exact else FOLDED
+        func = EXACT if report.exact or report.removed else FOLDED
         normscope.save_swapped(network.module, output, report.about, func=func)
         out.result(str(output))
         swapping.print_loading(model, output, out)

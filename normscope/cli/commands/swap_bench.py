@@ -105,10 +105,10 @@ def _remark_on_calibrations(source: swapping.SwapSource, choices: Sequence[swapp
     """Print the number of calibrations, and how to reduce it."""
     calibrated = [choice for choice in choices if choice.calibrated]
     sites = source.least or len(source.norms)
-    per_curve = f" for per_curve of {len(calibrated)} curves" if len(calibrated) > 1 else ""
+    for_curves = f" for each of {len(calibrated)} curves" if len(calibrated) > 1 else ""
     if calibrated and (rows := 1 + sites + max(0, sites - 2)) > _MANY_CALIBRATIONS:
         out.remark(
-            f"{rows} calibrations{per_curve}: all sites, each alone, and each number of them; --layers 4 takes fewer"
+            f"{rows} calibrations{for_curves}: all sites, each alone, and each number of them; --layers 4 takes fewer"
         )
 
 

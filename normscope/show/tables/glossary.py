@@ -43,7 +43,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "s": "shift inside f; not the bias of the swapped layer",
         "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
         "R²": "1 minus the mean squared error over the variance of y",
-        "held-out R²": "R² on folds that the curve was not fitted to",
         "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
         "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "|μ|/σ": "distance of a token's mean from zero, in units of its σ: median over tokens",
@@ -68,6 +67,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "fit": {
         "params": "number of free parameters",
+        "held-out R²": "R² on folds that the curve was not fitted to",
         "RMSE": "root of the mean squared error, in units of y",
         "tail": "RMSE beyond the 99th percentile of |x|",
         "rank": "by held-out error among curves with as many free parameters; ≈: not distinguishable from the first",
@@ -153,6 +153,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     "compare": {
         "α ratio": "α over that of capture 1, with its 95 % interval; *: the interval excludes 1",
         "slope ratio": "slope over that of capture 1, likewise",
+        "held-out R²": "R² on folds that the curve was not fitted to",
         "R² of 1": "R² of capture 1's curve on these pairs",
     },
     "timeline": {

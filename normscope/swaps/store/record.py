@@ -18,7 +18,7 @@ from normscope.swaps import standalone
 from normscope.swaps.start import RMS_NORM
 
 FORMAT = "normscope-swap"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECORD, TENSORS = "swap.json", "model.safetensors"
 FILES = (RECORD, TENSORS)
 CODE, CONFIG = "pointwise.py", "config.json"

@@ -105,13 +105,14 @@ def gamma(evidence: Evidence) -> Answer:
     untrained, adding = ([row for row in rows if row[name]] for name in ("untrained", "adds_1"))
     parts = [f"it is 1 {at(untrained)}: untrained, or folded already"] if untrained else []
     parts += [f"the module adds 1 to the stored weight {at(adding)}"] if adding else []
-    parts.append(f"|γ| differs most {at([extreme])}, {extreme['smallest']:.3g} to {extreme['largest']:.3g}")
+    if len(untrained) < len(rows):
+        parts.append(f"|γ| differs most {at([extreme])}, {extreme['smallest']:.3g} to {extreme['largest']:.3g}")
     unusual = [f"shuts {extreme['shut']} off (under {_SHUT:g} of the median)"] if extreme["shut"] else []
     unusual += [f"amplifies {extreme['amplified']} (over {_AMPLIFIED} times it)"] if extreme["amplified"] else []
     parts += [f"of its {extreme['channels']} channels it {' and '.join(unusual)}"] if unusual else []
     folded = sum(row["folds_into"] is not None for row in rows)
     least = "at least " if evidence.module and tied_heads(evidence.module) else ""  # simplify unties the head first
-    where = f"at {least}{folded} of {len(rows)} it folds" if folded else "it folds nowhere"
+    where = f"{least}{folded} of {len(rows)} fold" if folded else "none folds"
     simplify = f"by the data flow, {where} into the next linear layers (`normscope simplify`)"
     parts.append(simplify if evidence.flow else "`normscope simplify` finds where it folds into the next linear layers")
     return Answer("γ", "note" if untrained or unusual else "ok", "; ".join(parts), extreme["site"], rows)

@@ -33,12 +33,12 @@ def epsilon(evidence: Evidence) -> Answer:
     if not rows:
         return Answer("eps", "omitted", f"no norm divides by σ of a token{left_out}")
     worst, eps = max(((row, f"{eps:g}") for row in rows for eps in asked), key=lambda pair: pair[0][pair[1]])
-    change, site = worst[eps], evidence.short[worst["site"]]
+    change, where = worst[eps], evidence.short[worst["site"]]
     worst_token = max(row["worst_token"] for row in rows)
     above = [name for name, size in _ROUNDING.items() if worst_token < size]
     is_harmless = evidence.capture.about.get("dtype") in above
     size = f"below the rounding of {', '.join(above)}" if above else "above the rounding of bfloat16"
-    sentence = f"{eps} in place of {worst['eps']:g} changes outputs by {percent(change)} ({site}, the most of all)"
+    sentence = f"{eps} in place of {worst['eps']:g} changes outputs by {percent(change)} ({where}, the most of all)"
     sentence += f", the most sensitive token by at most {percent(worst_token)}"
     verdict: Verdict = "ok" if is_harmless else "problem" if evidence.eps is not None and change >= _NOTICED else "note"
     return Answer("eps", verdict, f"{sentence}, {'harmless: ' * is_harmless}{size}{left_out}", worst["site"], rows)

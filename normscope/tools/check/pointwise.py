@@ -42,13 +42,12 @@ def pointwise(evidence: Evidence) -> Answer:
         for site, found in fits
     ]
     worst = min(rows, key=lambda row: row["r2"])
-    parts = [
-        f"R² of tanh is {worst['r2']:.3f} ({evidence.short[worst['site']]}) to {max(row['r2'] for row in rows):.3f} at "
-        f"{count(len(rows), 'norm')}"
-    ]
+    parts = [f"R² of tanh is {worst['r2']:.3f} in {evidence.short[worst['site']]}"]
+    if len(rows) > 1:
+        parts[0] += f", the least of {len(rows)} norms, and up to {max(row['r2'] for row in rows):.3f}"
     if keep := sorted((row for row in rows if row["keep"]), key=lambda row: row["r2"]):
         names = ", ".join(evidence.short[row["site"]] for row in keep[:3])
-        parts.append(f"{len(keep)} with less than {_POOR} should rather stay norms, {names} first")
+        parts.append(f"it is below {_POOR} at {count(len(keep), 'norm')}, which should rather stay: {names} first")
     if sinks := sum((row["r2_without_sink"] or 0) >= _POOR for row in keep):
         parts.append(f"at {sinks} of them one position alone is the reason, such as the first token")
     if straight := sum(row["straight"] for row in rows):

@@ -72,7 +72,7 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
     theme = theme_of(options)
     panels, handles = _panels(timeline, theme, options)
     if not panels:
-        raise DataError("No site of the timeline has a finite number, so that present is nothing to draw.")
+        raise DataError("No site of the timeline has a finite number, so that there is nothing to draw.")
     columns = columns_of(options, len(panels), _LEAST_PANEL, _COLUMNS)
     rows = math.ceil(len(panels) / columns)
     inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES * columns)

@@ -38,7 +38,7 @@ class SimplifiedNorm(Record):
     @property
     def exact(self) -> bool:
         """True if an RMSNorm has taken the place of the LayerNorm."""
-        return not self.blocked
+        return not self.blocked and self.removed is None
 
 
 @dataclass(frozen=True, repr=False)

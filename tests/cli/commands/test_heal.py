@@ -116,7 +116,7 @@ def test_restart_discards_a_checkpoint(interrupted):
 
 @pytest.mark.usefixtures("here")
 def test_an_own_network_is_healed_in_its_own_batches():
-    report = document(f"heal py:{FACTORIES}:small --steps 6 -o healed --device cpu --width 3.25 --title none")
+    report = document(f"heal py:{FACTORIES}:small --steps 6 -o healed --device cpu --width 3.25")
     assert report["n_held_out"] == 6
     with Image.open("healed-healing.png") as image:
         assert image.width == 650

@@ -194,7 +194,7 @@ def cut(folder, size):
 
 EDITS = [
     (lambda swap: swap.update(seal="0"), r"swap\.json was changed after it was written"),
-    (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
+    (lambda swap: swap.update(version=2), "version 2; this normscope reads version 3"),
     (lambda swap: swap.pop("sites"), "missing required field `sites`"),
     (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
     (lambda swap: swap["sites"][0].update(name="5"), "replaces 5, but this Sequential has no such module"),
