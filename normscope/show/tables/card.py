@@ -167,10 +167,14 @@ def _positions(tails: Tails) -> str:
 
 
 def rounded(value: float) -> str:
-    """Write a number with three digits, or more before the point."""
+    """Return a number with three digits, or up to six before the point.
+
+    >>> rounded(25966.4), rounded(0.12345), rounded(6.7e8)
+    ('25,966', '0.123', '6.7e+08')
+    """
     if math.isinf(value):
         return "∞"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:

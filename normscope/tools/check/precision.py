@@ -18,8 +18,9 @@ from normscope.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.spread import copied
+from normscope.show.tables.card import rounded
 from normscope.tools.check.evidence import Evidence
-from normscope.tools.check.reports import Answer, Verdict, percent, rounded
+from normscope.tools.check.reports import Answer, Verdict, percent
 
 _HALF = torch.finfo(torch.float16)
 _INFINITE = _HALF.max * (1 + _HALF.eps / 4)  # half a step above the largest number, values round to infinity

@@ -52,15 +52,6 @@ class CheckReport(AboutNetwork):
         return {answer.question: answer for answer in self.answers}[question]
 
 
-def rounded(value: float) -> str:
-    """Return a number with three digits.
-
-    >>> rounded(25966.4), rounded(0.12345), rounded(1e-12)
-    ('25,966', '0.123', '1e-12')
-    """
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
 def percent(share: float) -> str:
     """Return a share in percent with two digits, without a space at which a line could break.
 
