@@ -18,7 +18,7 @@ from normscope.norms.bound_inputs import BoundInputs
 from normscope.norms.kinds import NormKind
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite, short_names
-from normscope.norms.trace import NormReport, find_norms
+from normscope.norms.trace import find_norms
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.network import restoring, run
@@ -68,16 +68,15 @@ class Evidence:
         cls,
         capture: Capture,
         module: nn.Module,
-        report: NormReport | None = None,
         eps: float | None = None,
         batches: BoundInputs | None = None,
     ) -> Evidence:
-        """Read the affine steps of a network that has been captured; without a report, kinds are identified again."""
+        """Read the affine steps of a network that has been captured."""
         affine = {}
         for site in capture.sites:
             if not site.is_call and site.pointwise is None:
                 norm = submodule(module, site.path)
-                kind = report.kinds[site.name] if report else kind_at(norm, site)
+                kind = kind_at(norm, site)
                 if isinstance(kind, NormKind):
                     weight = getattr(norm, "weight", None)
                     gain, offset = kind.gain_and_offset(norm, site.channels)

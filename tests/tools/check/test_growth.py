@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import network_of, report_of
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -32,7 +32,7 @@ def network(written=(), factor=1.1):
 
 def answers(model, batches=None):
     seen = normscope.capture(model, [INPUTS] if batches is None else batches)
-    evidence = Evidence.of(seen, model, report_of(model, INPUTS))
+    evidence = Evidence.of(seen, model)
     return growth(evidence), spikes(evidence)
 
 
