@@ -12,7 +12,7 @@ from normscope.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
 from normscope.tools.check.evidence import Evidence
-from normscope.tools.check.reports import Answer, Verdict, percent
+from normscope.tools.check.reports import Answer, percent
 
 _COMPARED = (1e-5, 1e-6, 1e-12)
 _NOTICED = 0.01
@@ -33,15 +33,15 @@ def epsilon(evidence: Evidence) -> Answer:
     if not rows:
         return Answer("eps", "omitted", f"no norm divides by σ of a token{left_out}")
     worst, eps = max(((row, f"{eps:g}") for row in rows for eps in asked), key=lambda pair: pair[0][pair[1]])
-    change, where = worst[eps], evidence.short[worst["site"]]
     worst_token = max(row["worst_token"] for row in rows)
     above = [name for name, size in _ROUNDING.items() if worst_token < size]
+    size = f"below the rounding of {', '.join(above)}" if above else "above bfloat16's rounding: keep the checkpoint's"
     is_harmless = evidence.capture.about.get("dtype") in above
-    size = f"below the rounding of {', '.join(above)}" if above else "above the rounding of bfloat16"
-    sentence = f"{eps} in place of {worst['eps']:g} changes outputs by {percent(change)} ({where}, the most of all)"
-    sentence += f", the most sensitive token by at most {percent(worst_token)}"
-    verdict: Verdict = "ok" if is_harmless else "problem" if evidence.eps is not None and change >= _NOTICED else "note"
-    return Answer("eps", verdict, f"{sentence}, {'harmless: ' * is_harmless}{size}{left_out}", worst["site"], rows)
+    most, most_of_token = percent(worst[eps]), percent(worst_token)
+    sentence = f"{eps} in place of {worst['eps']:g} changes outputs by up to {most} ({evidence.short[worst['site']]}), "
+    sentence += f"a single token by up to {most_of_token}: {'harmless, ' * is_harmless}{size}{left_out}"
+    is_problem = evidence.eps is not None and worst[eps] >= _NOTICED
+    return Answer("eps", "ok" if is_harmless else "problem" if is_problem else "note", sentence, worst["site"], rows)
 
 
 def _change(site: NormSite, stats: PairStats, eps: float) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from normscope.runtime.records import Records
 from normscope.swaps.replace import model_tensor
 from normscope.tools.check.attention import AttentionLogits, AttentionWatch
 from normscope.tools.simplify.dataflow import DataFlow
+from normscope.tools.simplify.simplify import Plan, PlannedNorm
 
 _PRECISE = (torch.float32, torch.float64)  # of weights, whose data flow can be followed by their numbers
 
@@ -114,14 +115,21 @@ class Evidence:
         return watch.logits
 
     @functools.cached_property
-    def flow(self) -> DataFlow | None:
-        """Data flow of the network on one sample; None without it, or in a precision too coarse to follow it in."""
-        if self.module is None or self.batches is None or model_tensor(self.module).dtype not in _PRECISE:
+    def plan(self) -> Mapping[str, PlannedNorm] | None:
+        """Rewrites by `simplify` by site, as the data flow of one sample allows them.
+
+        None without the network, or if its data flow cannot be followed, or in a precision too coarse to follow it in.
+        """
+        if self.module is None or self.batches is None:
+            return None
+        dtype = model_tensor(self.module).dtype
+        if dtype not in _PRECISE:
             return None
         try:
-            return DataFlow(self.module, [site for site in self._sites if site.replaceable], self._sample)
+            flow = DataFlow(self.module, [site for site in self._sites if site.replaceable], self._sample)
         except ModelError:  # of what hides readers
             return None
+        return {norm.site: norm for norm in Plan(self.module, self._sites, flow, dtype).norms}
 
     @functools.cached_property
     def _sample(self) -> Batch:

@@ -47,28 +47,26 @@ def spikes(evidence: Evidence) -> Answer:
         return Answer("spikes", "ok", words, highest.site)
     rows = [{**spike.as_dict(), "gamma": _gamma(evidence, spike)} for spike in stream.spikes]
     spike = max(stream.spikes, key=lambda spike: spike.ratio)
-    peak = "" if spike.peak == spike.site and stream.placement == "pre-norm" else f" in {evidence.short[spike.peak]}"
-    parts = [f"channel {spike.channel}{_tokens(evidence, spike)}: {rounded(spike.ratio)} × the median of |x|{peak}"]
-    unknown = ["what writes it is known for pre-norms alone"]
-    parts += _life(evidence, spike) if stream.placement == "pre-norm" else unknown
+    largest = f"{rounded(spike.ratio)} × the median of |x| in {evidence.short[spike.peak]}"
+    parts = [f"channel {spike.channel}{_tokens(evidence, spike)}: {largest}"]
+    parts += _life(evidence, spike) if stream.placement == "pre-norm" else []
     if spike.cosine is not None and spike.cosine > _ALIKE:
         parts.append(f"the tokens have the same y (cosine {spike.cosine:.2f}), which acts as a bias")
-    for row in rows:
-        if row["gamma"] is not None and abs(row["gamma"]) < _SMALL_GAMMA:
-            at = evidence.short[row["peak"]]
-            parts.append(f"in {at}, γ of channel {row['channel']} is near 0, so that it only sets σ")
-    further = [count(len(rows) - 1, "further spike")] if len(rows) > 1 else []
-    return Answer("spikes", "note", "; ".join([*parts, *further]), spike.peak, rows)
+    ignored = [row for row in rows if row["gamma"] is not None and abs(row["gamma"]) < _SMALL_GAMMA]
+    parts += [
+        f"in {evidence.short[row['peak']]}, γ of channel {row['channel']} is near 0: it only sets σ" for row in ignored
+    ]
+    parts += [count(len(rows) - 1, "further spike")] if len(rows) > 1 else []
+    return Answer("spikes", "note", "; ".join(parts), spike.peak, rows)
 
 
 def _tokens(evidence: Evidence, spike: Spike) -> str:
-    """Name the positions; those at which every sample has a spike first."""
+    """Name the positions at which every sample has a spike, or the only position, or their number."""
     samples = evidence.capture.n_samples
     always = sorted(position for position, tokens in spike.positions if tokens == samples > 1)
     if always:
         others = " and at others" if len(always) < len(spike.positions) else ""
-        tokens = f"token{'s' * (len(always) > 1)} {' and '.join(map(str, always))}"
-        return f" at {tokens} of all {samples} samples{others}"
+        return f" at token{'s' * (len(always) > 1)} {' and '.join(map(str, always))} of all {samples} samples{others}"
     if len(spike.positions) == 1:
         return f" at token {spike.positions[0][0]}"
     return f" at {len(spike.positions)} positions" if spike.positions else ""
@@ -77,17 +75,15 @@ def _tokens(evidence: Evidence, spike: Spike) -> str:
 def _life(evidence: Evidence, spike: Spike) -> list[str]:
     """Describe where a spike is born and where it ends, and by which sublayers."""
     short = evidence.short
-    born = f"born in {short[spike.site]}"
+    born, ended = f"born in {short[spike.site]}", "lasts to the end of the stream"
     if spike.before is not None:
         born += f" {_behind('the norm before', spike.written_by)} ({rounded(spike.before)} × before)"
-    massive = []
-    if spike.massive:
-        since, until = spike.massive
-        massive = [f"massive {'until' if since == spike.site else f'from {short[since]} to'} {short[until]}"]
-    ended = f"lasts to {short[spike.last]}, the end of the stream"
     if spike.after is not None:
         ended = f"gone {_behind(short[spike.last], spike.removed_by)} ({rounded(spike.after)} ×)"
-    return [born, *massive, ended]
+    if spike.massive is None:
+        return [born, ended]
+    first, last = (short[site] for site in spike.massive)
+    return [born, f"massive from {first} to {last}", ended]
 
 
 def _behind(site: str, sublayer: str | None) -> str:

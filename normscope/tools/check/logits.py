@@ -64,7 +64,7 @@ def _consequence(largest: float) -> tuple[Verdict, str]:
         return "problem", "float16 overflows there"
     change = math.expm1(largest * _ROUNDING)
     if change > _NOTICED:
-        return "note", f"rounding it to bfloat16 may change its weight by {change:.0%}: keep q, k and logits wider"
+        return "note", f"keep q, k and logits in float32: rounding it to bfloat16 may change its weight by {change:.0%}"
     return "ok", f"rounding it to bfloat16 changes its weight by less than {_NOTICED:.0%}"
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from normscope.errors import count
+from normscope.errors import count, first_few
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
 from normscope.norms.sites import NormSite, kind_of_site
@@ -16,8 +16,8 @@ from normscope.tools.check.reports import Answer
 _POOR = 0.9  # R² below which tanh leaves a third of y's length, √0.1
 # Measured: docs/papers.md (without training), docs/swaps.md (calibrated).
 _EXPECTATION = (
-    "a swap without training changes outputs much (relative L2 of DyT where it was measured: 0.75 on all-MiniLM-L6-v2, "
-    "9.23 on a Whisper encoder; calibrated 0.47 and 0.38): `normscope swap-bench` measures this network"
+    "without training, a swap changes outputs much (relative L2 of DyT 0.75 on all-MiniLM-L6-v2, 9.23 on a Whisper "
+    "encoder; calibrated 0.47, 0.38): `normscope swap-bench` measures it"
 )
 _ELSEWHERE = 0.5  # α₀ of DyT outside language models (arXiv 2503.10622, section 7)
 # α₀ of LLaMA there by the width of the network: norms in attention blocks, and all others.
@@ -42,16 +42,16 @@ def pointwise(evidence: Evidence) -> Answer:
         for site, found in fits
     ]
     worst = min(rows, key=lambda row: row["r2"])
-    parts = [f"R² of tanh is {worst['r2']:.3f} in {evidence.short[worst['site']]}"]
-    if len(rows) > 1:
-        parts[0] += f", the least of {len(rows)} norms, and up to {max(row['r2'] for row in rows):.3f}"
+    parts = [
+        f"R² of tanh is {worst['r2']:.3f} in {evidence.short[worst['site']]}, the least of {count(len(rows), 'norm')}"
+    ]
     if keep := sorted((row for row in rows if row["keep"]), key=lambda row: row["r2"]):
-        names = ", ".join(evidence.short[row["site"]] for row in keep[:3])
-        parts.append(f"it is below {_POOR} at {count(len(keep), 'norm')}, which should rather stay: {names} first")
+        names = first_few([evidence.short[row["site"]] for row in keep])
+        parts.append(f"below {_POOR}, {count(len(keep), 'norm')} should rather stay: {names}")
     if sinks := sum((row["r2_without_sink"] or 0) >= _POOR for row in keep):
         parts.append(f"at {sinks} of them one position alone is the reason, such as the first token")
     if straight := sum(row["straight"] for row in rows):
-        parts.append(f"{straight} of them straight, which a constant scale fits as well")
+        parts.append(f"{straight} of all are straight, which a constant scale fits as well")
     return Answer("point-wise", "note", "; ".join([*parts, _EXPECTATION]), worst["site"], rows)
 
 

@@ -29,63 +29,48 @@ _INFINITE = _HALF.max * (1 + _HALF.eps / 4)  # half a step above the largest num
 def float16(evidence: Evidence) -> Answer:
     """Answer whether x, the output, or squares that code in float16 would compute leave its range."""
     rows = [_largest_x(site, stats) | _in_float16(evidence, site, stats) for site, stats in evidence.norms()]
-    sites, end = count(len(rows), "site"), rounded(_HALF.max)
+    sites = count(len(rows), "site")
     stored = [row for row in rows if {"x", "output"} & set(row["overflows"])]
     squared = [row for row in rows if row["overflows"]]
     own = [evidence.short[row["site"]] for row in squared if row["squares_in_float16"]]
-    worst = max(stored or squared or rows, key=_largest)
-    fits = (
-        "x and outputs fit" if evidence.affine is not None else "x fits (outputs need weights, which a capture lacks)"
-    )
-    what = f"x or the output overflows at {len(stored)} of {sites}" if stored else fits
-    of_x, of_output = (max(rows, key=lambda row: row[key] or 0.0) for key in ("max_x", "max_output"))
-    share = percent(of_x["max_x"] / _HALF.max)
-    sizes = f"|x| up to {rounded(of_x['max_x'])}, {share} of {end}, in {_place(evidence, of_x)}"
-    if output := of_output["max_output"]:
-        sizes += f", outputs of the largest tokens up to {rounded(output)} in {evidence.short[of_output['site']]}"
-    lost = _lost(evidence)
-    parts = [*lost, f"{what}: {sizes}"]
-    if squared:
+    lost = [evidence.short[site.name] for site, stats in evidence.norms() if stats.nonfinite_tokens]
+    parts = [f"tokens with NaN or infinity in {first_few(lost)}, which no number includes"] if lost else []
+    end = rounded(_HALF.max)
+    fits = f"x and outputs stay below {end}"
+    if stored:
+        fits = f"keep x and outputs in bfloat16 or float32: they exceed {end} at {len(stored)} of {sites}"
+    elif evidence.affine is None:
+        fits = f"x stays below {end} (a capture lacks γ and β for outputs)"
+    parts.append(f"{fits}; the largest is {_size(evidence, max(stored or rows, key=_largest))}")
+    if own:
+        parts.append(f"squares overflow at {first_few(own)}: compute them in float32")
+    elif squared:
         norms = "torch's norms" if evidence.affine is None else "these norms"
-        how = f"{first_few(own)} square{'s' * (len(own) == 1)} so" if own else f"{norms} square in float32"
-        where = f"{len(squared)} of {sites} (|x| > 256 or Σx² > {end})"
-        parts.append(f"code that squares in float16 overflows at {where}; {how}")
+        parts.append(f"squares would overflow at {len(squared)} of {sites}: compute them in float32, as {norms} do")
     if unsure := sum(bool(row["may_overflow"]) for row in rows):
         parts.append(f"by its bound, Σx² or the output may overflow at {unsure} of {sites}")
-    if any(row["subnormal"] for row in rows):
-        small = max(rows, key=lambda row: row["subnormal"])
+    small = max(rows, key=lambda row: row["subnormal"])
+    if small["subnormal"]:
         tokens = f"{percent(small['subnormal'])} of the tokens in {evidence.short[small['site']]}"
         parts.append(f"the mean x² of {tokens} is below {rounded(_HALF.tiny)}, where float16 loses digits")
     if zero := sum(row["eps_as_stored"] == 0 for row in rows):
-        parts.append(
-            f"eps is 0 in float16 at {zero} of {sites}: add it in float32, or tokens of zeros are divided by 0"
-        )
+        parts.append(f"add eps in float32: it is 0 in float16 at {zero} of {sites}")
     verdict: Verdict = "problem" if stored or own or lost else "note" if len(parts) > 1 else "ok"
     answered = [row["site"] for row in rows if row["max_output"] is not None or evidence.affine is None]
     parts[-1] += evidence.left_out(answered, "for outputs")
+    worst = max(stored or squared or rows, key=_largest)
     return Answer("float16", verdict, "; ".join(parts), worst["site"], rows)
-
-
-def _lost(evidence: Evidence) -> list[str]:
-    """Name the first norm whose x is not always finite."""
-    lost = [(site.name, int(stats.nonfinite_tokens)) for site, stats in evidence.norms() if stats.nonfinite_tokens]
-    if not lost:
-        return []
-    (name, tokens), behind = lost[0], f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    return [
-        f"{count(tokens, 'token')} with NaN or infinity in {evidence.short[name]}{behind}, which no number includes"
-    ]
 
 
 def bfloat16(evidence: Evidence) -> Answer:
     """Answer the same for bfloat16, whose range is float32's, and whose steps are coarse at large |x|."""
     rows = [_largest_x(site, stats) | _in_bfloat16(stats) for site, stats in evidence.norms()]
     worst = max(rows, key=lambda row: row["step"] / max(row["sigma"], 1e-300))
-    at = f"at |x| = {rounded(worst['max_x'])} in {_place(evidence, worst)}"
-    sentence = f"its range is float32's; its steps are {rounded(worst['step'])} {at}"
+    sentence = f"nothing overflows; its step is {rounded(worst['step'])} at {_size(evidence, worst)}"
     if coarse := worst["step"] > worst["sigma"]:
-        sentence += f": smaller updates of it are lost (σ of the median token is {rounded(worst['sigma'])})"
-    sentence += evidence.left_out([row["site"] for row in rows], "")
+        sentence += (
+            f"; smaller updates are lost there (median σ {rounded(worst['sigma'])}) unless the stream is float32"
+        )
     return Answer("bfloat16", "note" if coarse else "ok", sentence, worst["site"], rows)
 
 
@@ -155,9 +140,12 @@ def _outputs(evidence: Evidence, site: NormSite, stats: PairStats) -> tuple[floa
 
 
 def _largest(row: Mapping[str, Any]) -> float:
-    return float(max(row["max_x"], row["max_output"] or 0.0))
+    return float(max(row["max_x"], row.get("max_output") or 0.0))
 
 
-def _place(evidence: Evidence, row: Mapping[str, Any]) -> str:
-    channel = "" if row["channel"] is None else f"channel {row['channel']}, "
-    return f"{evidence.short[row['site']]} ({channel}token {row['token']})"
+def _size(evidence: Evidence, row: Mapping[str, Any]) -> str:
+    """Name the larger one of |x| and the output, and its place."""
+    name, channel = evidence.short[row["site"]], "" if row["channel"] is None else f"channel {row['channel']}, "
+    if row["max_x"] < (output := row.get("max_output") or 0.0):
+        return f"an output of {rounded(output)} in {name}"
+    return f"|x| = {rounded(row['max_x'])} in {name} ({channel}token {row['token']})"

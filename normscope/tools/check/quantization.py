@@ -20,6 +20,12 @@ _MOST = 0.05  # relative error of a site that counts
 _E4M3 = 448.0  # largest number of float8_e4m3fn
 _PLACES = (torch.arange(8, dtype=torch.float64) + 0.5) / 8  # within a bin
 _NAMED = 3  # channels and positions at most
+# Errors with other scales: in words, and as a remedy, in the order in which these are worth trying.
+_WAYS = {
+    "token_median": ("per token", "use a scale per token"),
+    "without_channels": ("in the other channels alone", "keep these channels in 16 bits"),
+    "channel_median": ("per channel", "use a scale per channel"),
+}
 
 Quantized = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -52,19 +58,23 @@ def _to_e4m3(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 def _answer(evidence: Evidence, name: str, quantized: Quantized) -> Answer:
     rows = [_row(site, stats, quantized) for site, stats in evidence.norms()]
     beyond, worst = [row for row in rows if _error(row) > _MOST], max(rows, key=_error)
-    site, ways = evidence.short[worst["site"]], {"per channel": "channel_median", "per token": "token_median"}
-    sentence = f"per tensor at most {percent(_error(worst))}, in {site}"
+    site = evidence.short[worst["site"]]
     if beyond:
-        lost, together = percent(worst["tensor_median"]), percent(worst["tensor"])
-        sites, cause = f"{len(beyond)} of {count(len(rows), 'site')}", _cause(worst)
-        sentence = f"per tensor, {sites} lose more than {percent(_MOST)}: in {site}, where {cause} sets the scale, "
-        sentence += f"half of the tokens lose {lost} or more (all x together {together})"
-        ways = {"without it" if len(worst["channels"]) == 1 else "without them": "without_channels", **ways}
-    parts = [sentence, ", ".join(f"{way} {percent(worst[key])}" for way, key in ways.items() if worst[key] is not None)]
+        enough = (remedy for key, (_, remedy) in _WAYS.items() if all(_is_enough(row[key]) for row in beyond))
+        lost = f"one per tensor loses over {percent(_MOST)} at {len(beyond)} of {count(len(rows), 'site')}"
+        half = f"half of the tokens lose {percent(worst['tensor_median'])} or more"
+        sentence = f"{next(enough, 'keep x in 16 bits')}: {lost}; in {site}, {_cause(worst)} sets it, and {half}"
+    else:
+        sentence = f"per tensor at most {percent(_error(worst))} ({site})"
+    numbers = [f"{way} {percent(worst[key])}" for key, (way, _) in _WAYS.items() if worst[key] is not None]
+    parts = [sentence, ", ".join(numbers)]
     if name == "fp8" and (saturated := sum(row["max_x"] > _E4M3 for row in rows)):
         parts.append(f"unscaled, x beyond {_E4M3:.0f} saturates at {count(saturated, 'site')}")
-    parts[-1] += evidence.left_out([row["site"] for row in rows], "")
     return Answer(name, "problem" if beyond else "ok", "; ".join(parts), worst["site"], rows)
+
+
+def _is_enough(error: float | None) -> bool:
+    return error is not None and error <= _MOST
 
 
 def _error(row: Mapping[str, Any]) -> float:
@@ -73,13 +83,10 @@ def _error(row: Mapping[str, Any]) -> float:
 
 def _cause(row: Mapping[str, Any]) -> str:
     """Name the channels and positions of the largest |x|."""
-    tokens = f"token {' or '.join(map(str, row['tokens']))}"
-    channels = (
-        "one of several channels"
-        if len(row["channels"]) > _NAMED
-        else f"channel {', '.join(map(str, row['channels']))}"
-    )
-    return f"{channels} of {tokens}" if row["channels"] else tokens
+    tokens, channels = f"token {' or '.join(map(str, row['tokens']))}", ", ".join(map(str, row["channels"]))
+    if len(row["channels"]) > _NAMED:
+        return f"one of several channels of {tokens}"
+    return f"channel {channels} of {tokens}" if channels else tokens
 
 
 def _row(site: NormSite, stats: PairStats, quantized: Quantized) -> dict[str, Any]:

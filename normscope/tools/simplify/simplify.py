@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.inputs.wrappers import submodule
 from normscope.norms.bound_inputs import unpacked
 from normscope.norms.formulas import Form, channel_vectors, layer_norm, rms_norm, scale_and_shift
 from normscope.norms.recognition import kind_at
@@ -87,7 +88,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     in_double = [batch.to(torch.device("cpu"), torch.float64) for batch in few]
     with Exact(dtype) as in_float64:
         flow = DataFlow(reference, [site for site in traced.sites if site.replaceable], in_double[0].first_sample())
-    plan = _Plan([_Norm(site, reference, flow, dtype) for site in traced.sites], flow)
+    plan = Plan(reference, traced.sites, flow, dtype)
     replaceable = [norm.site for norm in plan.norms if norm.norm.replaceable]
     with in_float64:
         inputs_tried = [("", in_double, MOST_OF_NORM), *trials(reference, in_double[0], outputs, replaceable)]
@@ -149,7 +150,7 @@ def _restored_unless_done(network: nn.Module) -> Iterator[nn.Module]:
         raise
 
 
-class _Norm:
+class PlannedNorm:
     """A norm with its rewrites so far: the fields of :class:`SimplifiedNorm`, and what they are made of."""
 
     def __init__(self, norm: NormSite, network: nn.Module, flow: DataFlow, dtype: torch.dtype) -> None:
@@ -163,7 +164,9 @@ class _Norm:
         self.removed: float | None = None
         self.form: Form | None = None  # of a norm that can be rewritten
         called = f"it is called with {norm.called_with}, which changes its output" if norm.called_with else ""
-        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else called or "it is no norm module"
+        kind = (
+            kind_at(submodule(network, self.norm.path), norm) if norm.replaceable else called or "it is no norm module"
+        )
         if isinstance(kind, str):
             self.block(kind)
         elif kind.form is None or kind.activation or kind.affine is not scale_and_shift:
@@ -188,7 +191,7 @@ class _Norm:
 
     def vectors(self, network: nn.Module) -> list[Tensor]:
         """Return γ and β in a network, each ``(channels,)``, as far as the norm has them."""
-        return [vector.detach().flatten().clone() for vector in channel_vectors(network.get_submodule(self.site))]
+        return [vector.detach().flatten().clone() for vector in channel_vectors(submodule(network, self.norm.path))]
 
     def _foldable(self, network: nn.Module, flow: DataFlow, dtype: torch.dtype) -> tuple[list[Reader], str]:
         if not (vectors := self.vectors(network)):
@@ -215,7 +218,7 @@ class _Norm:
                 added = matrix * along(offset[0], axis, matrix.ndim)
                 tensors[_bias_of(name)].add_(added.sum([n for n in range(matrix.ndim) if n != 1 - axis]))
             matrix.mul_(along(gain, axis, matrix.ndim))
-        weight, *bias = channel_vectors(network.get_submodule(self.site))
+        weight, *bias = channel_vectors(submodule(network, self.norm.path))
         weight.fill_(1)
         for vector in bias:
             left = torch.zeros_like(vector) if self.folded == _BOTH else vector / gain.view(vector.shape)
@@ -235,7 +238,7 @@ class _Norm:
 
     def rms_norm(self, network: nn.Module) -> RMSNorm:
         """Return an RMSNorm with the weight and bias that folding has left to a LayerNorm."""
-        parameters, like = channel_vectors(network.get_submodule(self.site)), model_tensor(network)
+        parameters, like = channel_vectors(submodule(network, self.norm.path)), model_tensor(network)
         if self.folded == _BOTH or (self.folded and len(parameters) == 1):
             parameters = []
         options = {"elementwise_affine": bool(parameters), "bias": len(parameters) > 1, "eps": self.norm.eps}
@@ -247,13 +250,13 @@ class _Norm:
         return module
 
 
-class _Plan:
-    """Rewrites of all norms in the order of calls."""
+class Plan:
+    """Rewrites of all norms in the order of calls, which the data flow allows until something else is proved."""
 
-    def __init__(self, norms: Sequence[_Norm], flow: DataFlow) -> None:
+    def __init__(self, network: nn.Module, sites: Iterable[NormSite], flow: DataFlow, dtype: torch.dtype) -> None:
         """Subtract one mean where that makes several norms exact that otherwise are not."""
-        self.norms, self.flow = norms, flow
-        blocked = {norm.site: norm for norm in norms if norm.blocked and norm.form is layer_norm}
+        self.norms, self.flow = [PlannedNorm(site, network, flow, dtype) for site in sites], flow
+        blocked = {norm.site: norm for norm in self.norms if norm.blocked and norm.form is layer_norm}
         for entry, writers in flow.entries(blocked):
             for name, norm in blocked.items():
                 if name in writers:
@@ -338,7 +341,7 @@ class _Plan:
                 else:
                     swap.undo()
 
-    def _block(self, changed: _Norm, change: str) -> None:
+    def _block(self, changed: PlannedNorm, change: str) -> None:
         """Leave a norm whose output changed as it is, or the last rewritten one before it."""
         reason = f"the output of {changed.site} {change}"
         until = self.norms[: self.norms.index(changed) + 1]
@@ -363,7 +366,7 @@ def _relative(y: Tensor, truth: Tensor) -> float:
 
 
 def _changes(
-    original: nn.Module, rewritten: nn.Module, norms: Sequence[_Norm], batches: Sequence[Batch], outputs: Outputs
+    original: nn.Module, rewritten: nn.Module, norms: Sequence[PlannedNorm], batches: Sequence[Batch], outputs: Outputs
 ) -> dict[str, float]:
     """Return the relative L2 between two networks at each norm, by its path, and at the output, by an empty path."""
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

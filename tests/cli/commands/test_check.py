@@ -26,8 +26,8 @@ def test_problems_are_one_line_each_and_no_failure(file):
     heading, columns, *lines = output.splitlines()
     assert heading == "planted · none · noise" and columns.split() == ["question", "verdict", "answer"]
     assert max(map(len, lines)) <= 80
-    assert "int8 problem per tensor, 1 of 1 site lose more than 5%" in words(output)
-    assert "channel 3 of token 0 sets the scale" in words(output)
+    assert "int8 problem use a scale per token: one per tensor loses over 5% at 1 of 1 site" in words(output)
+    assert "channel 3 of token 0 sets it" in words(output)
     piped = invoke(f"check {file} -q").stdout.splitlines()
     assert sum(line.startswith("int8 ") for line in piped) == 1 and any(len(line) > 150 for line in piped)
 
