@@ -10,11 +10,11 @@ from torch import nn
 
 from normscope.errors import UsageError
 from normscope.inputs.loaded_model import LoadedModel
+from normscope.inputs.wrappers import unwrapped
 from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers
 from normscope.pairs.capture import captured
 from normscope.pairs.captures import Capture
-from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.tools.check.affine import gamma, mean
 from normscope.tools.check.epsilon import epsilon
@@ -67,7 +67,7 @@ def check(
         return answers(Evidence(model.only(layers), eps=eps))
     module, bound, described, _ = unpacked(model, batches, about)
     seen = captured(module, bound, layers=layers, about=described, progress=progress)
-    return answers(Evidence.of(seen, uncompiled(module), eps=eps, batches=bound))
+    return answers(Evidence.of(seen, unwrapped(module), eps=eps, batches=bound))
 
 
 def check_capture(capture: Capture, network: LoadedModel | None = None, *, eps: float | None = None) -> CheckReport:
@@ -75,7 +75,7 @@ def check_capture(capture: Capture, network: LoadedModel | None = None, *, eps: 
     if network is None:
         return answers(Evidence(capture, eps=eps))
     module, bound, *_ = unpacked(network, None)
-    return answers(Evidence.of(capture, uncompiled(module), eps=eps, batches=bound))
+    return answers(Evidence.of(capture, unwrapped(module), eps=eps, batches=bound))
 
 
 def answers(evidence: Evidence) -> CheckReport:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, tensors_of
+from normscope.inputs.wrappers import named_modules, submodule
 from normscope.norms.recognition import input_of
 from normscope.norms.sites import NormSite
 from normscope.runtime.network import restoring, run
@@ -368,11 +369,11 @@ class _Recorder(TorchDispatchMode):
 
         Left out are vectors of called modules, as mask tokens for training. True: LayerNorms within called modules.
         """
-        for path, module in network.named_modules():
+        for path, module in named_modules(network):
             parent, tensors = path.rpartition(".")[0], dict(module.named_parameters(recurse=False))
             unread = {name: tensor for name, tensor in tensors.items() if not self.of(tensor).readers}
             is_called = module in self._called
-            is_norm = isinstance(module, nn.LayerNorm) and network.get_submodule(parent) in self._called
+            is_norm = isinstance(module, nn.LayerNorm) and submodule(network, parent) in self._called
             for name, tensor in unread.items() if path not in self.norms else ():
                 if not is_called or tensor.squeeze().ndim > 1:
                     some = is_called or len(unread) < len(tensors)
@@ -443,7 +444,7 @@ class _Recorder(TorchDispatchMode):
                 self._hide(name, module, [args, kwargs], output)
 
         with contextlib.ExitStack() as hooks:
-            for name, module in network.named_modules():
+            for name, module in named_modules(network):
                 entered, left = functools.partial(enter, name), functools.partial(leave, name)
                 hooks.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(left, with_kwargs=True).remove)

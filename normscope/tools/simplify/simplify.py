@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.inputs.wrappers import submodule
+from normscope.inputs.wrappers import submodule, unwrapped
 from normscope.norms.bound_inputs import unpacked
 from normscope.norms.formulas import Form, channel_vectors, layer_norm, rms_norm, scale_and_shift
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import find_norms
-from normscope.runtime.network import restoring, run, uncompiled
+from normscope.runtime.network import restoring, run
 from normscope.runtime.spread import check_whole
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.standalone import Removed, RMSNorm, centre, make_room, tied_heads, untie
@@ -74,8 +74,8 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     (True, 'γ and β', RMSNorm(8, eps=1e-05))
     """
     module, inputs, about, outputs = unpacked(model, batches)
-    network = uncompiled(module)
-    check_whole(network, "Simplification")
+    check_whole(module, "Simplification")
+    network = unwrapped(module)
     if not (few := list(itertools.islice(inputs, _BATCHES))):
         raise DataError("There is no batch to prove the rewrites on.")
     traced = find_norms(network, few[0].first_sample())

@@ -7,6 +7,7 @@ import torch
 import transformers
 from networks import PostNorm, PreNorm, evidence_of, network_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import normscope
 from normscope.tools.check.affine import gamma, mean
@@ -21,6 +22,12 @@ def vit():
     return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2)
 
 
+def with_a_wrapped_block():
+    network = vit()
+    network.blocks[0] = checkpoint_wrapper(network.blocks[0])
+    return network
+
+
 def with_a_function():
     """A norm module behind a norm that is called as a function."""
     torch.manual_seed(0)
@@ -32,6 +39,8 @@ def with_a_function():
     "make, batches",
     [
         (vit, IMAGES),
+        (lambda: nn.DataParallel(vit()), IMAGES),
+        (with_a_wrapped_block, IMAGES),
         (lambda: PreNorm(), X),
         (lambda: PostNorm(8), X),
         (lambda: nn.Sequential(nn.LayerNorm(8)), X),
