@@ -53,7 +53,7 @@ class Tables:
         with console.capture() as printed:
             for table in self.tables:
                 console.print(table, crop=False)
-        return "\n".join(line.rstrip() for line in printed.get().splitlines())
+        return printed.get().removesuffix("\n")
 
     def _repr_html_(self) -> str:
         return "\n".join(map(_html, self.tables))

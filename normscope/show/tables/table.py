@@ -14,6 +14,7 @@ import rich.table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.containers import Lines
+from rich.segment import Segment
 from rich.text import Text
 
 from normscope.runtime.files import visible
@@ -79,7 +80,7 @@ class _Name(Text):
     """Text that folds within module paths; rich folds at spaces or after any letter."""
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        if not self.plain.isascii():  # whose letters may be wider than one cell
+        if " " in self.plain or not self.plain.isascii():  # a sentence, or letters that may be wider than one cell
             return super().wrap(console, width, **options)
         wrapper = textwrap.TextWrapper(width, break_on_hyphens=False)
         wrapper.wordsep_simple_re = _BREAKS
@@ -147,7 +148,9 @@ class TextTable:
         for_text = options.update(width=min(max(across, _LEAST_CAPTION), options.max_width))
         if self.title:
             yield from console.render(Text(self.title, "bold"), for_text)
-        yield from console.render(table, options.update(width=width))
+        for line in console.render_lines(table, options.update(width=width), pad=False):
+            yield from _without_padding(line)
+            yield Segment.line()
         if shown.caption:
             yield from console.render(Text(shown.caption, "table.caption"), for_text)
         if dropped := [heading for n, heading in enumerate(self.headings) if n not in kept]:
@@ -163,6 +166,13 @@ class TextTable:
                 break
             kept.remove(last)
         return kept
+
+
+def _without_padding(line: list[Segment]) -> list[Segment]:
+    """Return a line without the spaces at its end, which a pipe or a file would contain."""
+    while line and not line[-1].text.rstrip(" "):
+        line.pop()
+    return [*line[:-1], *(Segment(last.text.rstrip(" "), last.style) for last in line[-1:])]
 
 
 def _widths(column: Column[Any], cells: Sequence[str]) -> tuple[int, int]:
