@@ -38,25 +38,30 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import find
 from normscope.pairs import recorder
+from normscope.pairs.sums import loops, reference
 
 MODELS = ("vit_b16", "wav2vec2_large", "dit_xl")
 ON_A_GPU = {"vit_b16": (8, 64), "dit_xl": (8,)}  # samples per pass; otherwise 1
 NORMSCOPE, HOOKS_TIMED, NAIVE = "normscope", "normscope, hooks timed", "naive hooks"
+PLAIN = "normscope, sums in plain torch"
+WAYS = {"cpu": (NORMSCOPE, NAIVE), "cuda": (NORMSCOPE, HOOKS_TIMED, PLAIN)}
 ABOUT = """
 Cost of observing all norms of a network during its forward pass. Weights are random; the time does not depend on them.
 normscope sums all pairs, including folds, statistics and samples. Its number of pairs equals the number of elements in
-the norms' inputs, which this benchmark checks. Naive hooks store x and y before the affine step. In the hooks: time
-within the hooks, divided by the time of the rest of the same pass. On a GPU, events around each hook measure it in
-separate passes. Pass: time of a pass with hooks, divided by that of a bare one; it varies by some percent between runs.
-Kept: growth of the process's peak memory per further batch; on a GPU, of the memory of tensors. First capture: its
-extra duration compared with the next one in the same process, on a machine without compiled code (which it compiles
-first) and on one with it. Waiting OpenMP threads sleep (OMP_WAIT_POLICY=PASSIVE).
+the norms' inputs, which this benchmark checks. Naive hooks store x and y before the affine step. In plain torch: the
+same sums, without a compiled loop. In the hooks: time within the hooks, divided by the time of the rest of the same
+pass. On a GPU, events around each hook measure it in separate passes. Pass: time of a pass with hooks, divided by that
+of a bare one; it varies by some percent between runs. Kept: growth of the process's peak memory per further batch; on a
+GPU, of the memory of tensors. First capture: its extra duration compared with the next one in the same process, on a
+machine without compiled code (which it compiles first) and on one with it. Waiting OpenMP threads sleep
+(OMP_WAIT_POLICY=PASSIVE).
 """
 
 
 def main() -> None:
     parser = options(__doc__, repeats=3, device=True)
     parser.add_argument("--models", type=names, default=list(MODELS), help=f"({','.join(MODELS)})")
+    parser.add_argument("--plain", action="store_true", help="also measure sums in plain torch, as on a GPU")
     parser.add_argument("--threads", type=names, default=[str(torch.get_num_threads())], help="(all cores)")
     parser.add_argument("--batches", type=int, default=64, help="of one sample, for the peak memory (%(default)s)")
     args = parser.parse_args()
@@ -79,7 +84,7 @@ def main() -> None:
                 for samples in (ON_A_GPU.get(model, (1,)) if on_gpu else (None,))
                 for dtype in (("float32", "bfloat16") if on_gpu else (None,))
             }
-            ways = (NORMSCOPE, HOOKS_TIMED) if on_gpu else (NORMSCOPE, NAIVE)
+            ways = [*WAYS[args.device], *([PLAIN] if args.plain and not on_gpu else [])]
             cases = {
                 f"{case}, {way}": (case, way, subject, args.repeats)
                 for case, subject in subjects.items()
@@ -177,9 +182,11 @@ def measured(case: str, way: str, subject: tuple[Any, ...], repeats: int) -> Ite
             hooks_timed = device == "cpu" or way == HOOKS_TIMED
             make_hook = recorder.Recorder._hook
             timing = mock.patch.object(recorder.Recorder, "_hook", lambda *args: clock.timed(make_hook(*args)))
+            by_reference = mock.patch.object(loops, "loop_of", lambda _: reference.add)
             with (
                 mock.patch.object(module, "forward", clock.timed(forward, whole=True)),
                 timing if hooks_timed else contextlib.nullcontext(),
+                by_reference if way == PLAIN else contextlib.nullcontext(),
             ):
                 seen = normscope.capture(module, batches())
             pairs, expected = sum(stats.n_pairs for stats in seen.stats.values()), elements(module, batch, sites)

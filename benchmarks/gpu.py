@@ -31,13 +31,15 @@ ON_A_GPU = {
     "accuracy": ("--device", "cuda"),
     "speed": ("--device", "cuda"),
     "llama": ("--device", "cuda"),
-    "capture": ("--device", "cuda", "--repeats", "20"),
+    "capture": ("--device", "cuda", "--repeats", "10"),
+    "probe": ("--device", "cuda", "--every", "50", "--repeats", "2"),
 }
 REHEARSED = {  # tiny, so that a CPU is done within minutes
     CHECKS: ("--matching=backend", "--tests=tests/pairs/sums/binning/test_cuda_capture.py", "--workers=1"),
     "speed": ("--norms", "8x16", "--models", "demo_vit", "--dtypes", "float32", "--quick"),
     "llama": ("--device", "cpu", "--tokens", "8", "--passes", "1", "--tiny"),
-    "capture": ("--models", "demo_vit", "--repeats", "1", "--batches", "2"),
+    "capture": ("--models", "demo_vit", "--repeats", "1", "--batches", "2", "--plain"),
+    "probe": ("--cases", "demo_vit", "--every", "2", "--repeats", "1"),
 }
 REHEARSAL = "This is a rehearsal on the CPU with tiny shapes: its numbers do not describe a GPU."
 LARGEST = "largest error, of what is allowed"
@@ -53,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", help=f"of {', '.join(ON_A_GPU)} (all)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes, into --results")
-    parser.add_argument("--minutes", type=float, default=60.0, help="limit of all questions (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="limit of all questions (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of all files (%(default)s)")
     parser.add_argument("--workers", default="4", help="processes of the tests (%(default)s)")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders (%(default)s)")

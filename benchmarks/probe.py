@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from common import Measurement, finish, names, of_each, options, ratios, seconds_of
+from common import NO_GPU, Measurement, finish, gpu, names, of_each, options, ratios, seconds_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,12 +25,14 @@ batch 64.
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=4)
+    parser = options(__doc__, repeats=4, device=True)
     parser.add_argument("--every", type=int, default=EVERY, help="steps of a block (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(%(default)s)")
     parser.add_argument("--cases", type=names, default=list(CASES), help=f"to measure ({','.join(CASES)})")
     args = parser.parse_args()
-    cases = {case: (case, *CASES[case], args.every, args.repeats) for case in args.cases}
+    if args.device == "cuda" and not gpu():
+        parser.error(NO_GPU)
+    cases = {case: (case, *CASES[case], args.device, args.every, args.repeats) for case in args.cases}
     measurements, failed = of_each(in_training, cases, threads=args.threads)
     finish(
         "probe",
@@ -63,13 +65,18 @@ CASES = {"ViT-S": (vit_s, 16), "demo_vit": (demo_vit, 64)}  # and the batch
 
 
 def in_training(
-    case: str, network: Callable[[int], tuple[nn.Module, Tensor]], batch: int, every: int, repeats: int
+    case: str,
+    network: Callable[[int], tuple[nn.Module, Tensor]],
+    batch: int,
+    device: str,
+    every: int,
+    repeats: int,
 ) -> Iterator[Measurement]:
     """Train a network in blocks with and without a probe."""
-    model, images = network(batch)
+    model, images = (part.to(device) for part in network(batch))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    labels = torch.arange(batch) % 10
+    labels = torch.arange(batch, device=device) % 10
     walls: dict[str, list[float]] = {"without": [], "with": []}
     cpu: dict[str, list[float]] = {"without": [], "with": []}
     own: list[float] = []
@@ -85,6 +92,8 @@ def in_training(
                 optimizer.step()
                 if probed and (record := probe.step(loss=loss)):
                     own.append(record.seconds)
+            if device == "cuda":
+                torch.cuda.synchronize()
 
         for _ in range(repeats):
             for way in walls:

@@ -12,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TRITON_ALONE = {"accuracy_kernel"}  # its functions are kernels, compiled on import
+MEASURED = ("checks", "speed", "llama", "probe")
 SCRIPTS = ("make_speech", "train_demo_dit", "train_demo_vit", "train_demo_wav2vec2")
 
 
@@ -43,11 +44,11 @@ def test_the_benchmarks_of_a_gpu_are_rehearsed_and_leave_one_file_to_send_back(t
     """Apart from capture.py, which is measured on CPUs too and would compile everything anew."""
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
     path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, FOLDER / "gpu.py", "--rehearse", "--results", tmp_path, "checks", "speed", "llama"]
+    command = [sys.executable, FOLDER / "gpu.py", "--rehearse", "--results", tmp_path, *MEASURED]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(tmp_path / "gpu-rehearsal.tar.gz") as archive:
         records = {name: json.load(archive.extractfile(name)) for name in archive.getnames()}
     assert records.pop("environment.json")["failed"] == []
-    assert {name.partition("-")[0] for name in records} == {"gpu", "speed", "llama"}
+    assert {name.partition("-")[0] for name in records} == {"gpu", *MEASURED[1:]}
     assert all(record["failed"] == [] and record["measurements"] for record in records.values())
