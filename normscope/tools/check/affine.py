@@ -14,7 +14,7 @@ from normscope.tools.check.reports import Answer, percent
 
 _HARMLESS = 1e-4  # of Σy², 1 % of the length of y
 _SHUT, _AMPLIFIED = 1e-3, 10  # times the median |γ|
-_NEXT_TO = 1e-3  # distance of γ from 1
+_NEXT_TO = 1e-3  # distance of γ from 0 or 1, at which training may begin
 _SIGNS = 0.1  # share of channels of either sign, of weights that are centred on 0
 
 
@@ -64,17 +64,20 @@ def gamma(evidence: Evidence) -> Answer:
         where = first_few([evidence.short[site] for site in missing])
         sentence = f"the checkpoint may mean 1 + γ: γ is centred on 0 at {where}, and the module does not add 1"
         return Answer("γ", "problem", sentence, missing[0], rows)
-    extreme = max(rows, key=lambda row: (row["shut"] + row["amplified"], row["largest"] / (row["median"] or 1)))
-    parts, untrained = [], names("untrained")
-    if untrained:
-        parts.append(f"it is 1 at {first_few(untrained)}: untrained, or folded already")
+    trained = [row for row in rows if not row["untrained"]]
+    extreme = max(
+        trained or rows, key=lambda row: (row["shut"] + row["amplified"], row["largest"] / (row["median"] or 1))
+    )
+    parts, unusual = [], []
+    if untrained := names("untrained"):
+        parts.append(f"it is 1 or 0 in all channels at {first_few(untrained)}: untrained, or folded already")
     if adding := names("adds_1"):
         parts.append(f"the module adds 1 to the stored weight at {first_few(adding)}")
-    if len(untrained) < len(rows):
+    if trained:
         where = evidence.short[extreme["site"]]
         parts.append(f"|γ| differs most at {where}, {extreme['smallest']:.3g} to {extreme['largest']:.3g}")
-    unusual = [f"shuts {extreme['shut']} off (under {_SHUT:g} of the median)"] if extreme["shut"] else []
-    unusual += [f"amplifies {extreme['amplified']} (over {_AMPLIFIED} times it)"] if extreme["amplified"] else []
+        unusual = [f"shuts {extreme['shut']} off (under {_SHUT:g} of the median)"] if extreme["shut"] else []
+        unusual += [f"amplifies {extreme['amplified']} (over {_AMPLIFIED} times it)"] if extreme["amplified"] else []
     parts += [f"of its {extreme['channels']} channels it {' and '.join(unusual)}"] if unusual else []
     if evidence.plan is None:
         parts.append("`normscope simplify` finds where it folds into the next linear layers")
@@ -98,7 +101,7 @@ def _of_gain(affine: Affine) -> dict[str, Any]:
         **{"smallest": float(size.min()), "median": median, "largest": float(size.max())},
         "shut": int((size <= _SHUT * median).sum()),
         "amplified": int((size > _AMPLIFIED * median).sum()) if median else 0,
-        "untrained": bool((gain - 1).abs().max() < _NEXT_TO),
+        "untrained": any(bool((gain - constant).abs().max() < _NEXT_TO) for constant in (0, 1)),
         "adds_1": stored.shape == gain.shape and bool((gain - 1 - stored).abs().max() < _NEXT_TO),
         "centred_on_0": min(float((stored > 0).float().mean()), float((stored < 0).float().mean())) > _SIGNS,
     }

@@ -20,7 +20,8 @@ def growth(evidence: Evidence) -> Answer:
     """Report σ from the first norm to the last, and the sublayer with which it grows most."""
     stream = stream_of(evidence.capture)
     rows = [norm.as_dict() for norm in stream.norms]
-    if stream.placement is None or len(rows) < 2:
+    with_sigma = {site.name for site in evidence.capture.sites if site.form}  # of tokens, not of running statistics
+    if stream.placement is None or len(rows) < 2 or not with_sigma.issuperset(row["site"] for row in rows):
         return Answer("growth", "omitted", "the capture has no two norms of a residual stream", sites=rows)
     (first, *_, last), short = stream.norms, evidence.short
     words = f"median σ goes from {rounded(first.sigma)} in {short[first.site]} to {rounded(last.sigma)} in "

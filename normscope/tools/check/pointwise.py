@@ -42,16 +42,14 @@ def pointwise(evidence: Evidence) -> Answer:
         for site, found in fits
     ]
     worst = min(rows, key=lambda row: row["r2"])
-    parts = [
-        f"R² of tanh is {worst['r2']:.3f} in {evidence.short[worst['site']]}, the least of {count(len(rows), 'norm')}"
-    ]
+    parts = [f"R² of tanh is at least {worst['r2']:.3f} ({evidence.short[worst['site']]})"]
     if keep := sorted((row for row in rows if row["keep"]), key=lambda row: row["r2"]):
         names = first_few([evidence.short[row["site"]] for row in keep])
         parts.append(f"below {_POOR}, {count(len(keep), 'norm')} should rather stay: {names}")
     if sinks := sum((row["r2_without_sink"] or 0) >= _POOR for row in keep):
         parts.append(f"at {sinks} of them one position alone is the reason, such as the first token")
     if straight := sum(row["straight"] for row in rows):
-        parts.append(f"{straight} of all are straight, which a constant scale fits as well")
+        parts.append(f"{straight} of {count(len(rows), 'norm')} are straight: a constant scale fits them as well")
     return Answer("point-wise", "note", "; ".join([*parts, _EXPECTATION]), worst["site"], rows)
 
 

@@ -35,12 +35,12 @@ def float16(evidence: Evidence) -> Answer:
     own = [evidence.short[row["site"]] for row in squared if row["squares_in_float16"]]
     lost = [evidence.short[site.name] for site, stats in evidence.norms() if stats.nonfinite_tokens]
     parts = [f"tokens with NaN or infinity in {first_few(lost)}, which no number includes"] if lost else []
-    end = rounded(_HALF.max)
-    fits = f"x and outputs stay below {end}"
+    end, has_outputs = rounded(_HALF.max), any(row["max_output"] is not None for row in rows)
+    fits = f"x and outputs stay below {end}" if has_outputs else f"x stays below {end}"
     if stored:
         fits = f"keep x and outputs in bfloat16 or float32: they exceed {end} at {len(stored)} of {sites}"
     elif evidence.affine is None:
-        fits = f"x stays below {end} (a capture lacks γ and β for outputs)"
+        fits += " (a capture lacks γ and β for outputs)"
     parts.append(f"{fits}; the largest is {_size(evidence, max(stored or rows, key=_largest))}")
     if own:
         parts.append(f"squares overflow at {first_few(own)}: compute them in float32")

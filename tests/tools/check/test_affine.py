@@ -98,7 +98,8 @@ CENTRED = [0.2, -0.1, 0.3, -0.2, 0.1, -0.3, 0.2, -0.1]
         ([PLAIN], "ok", "differs most at 0, 0.8 to 1.2", "0"),
         ([PLAIN, [1e-5, *PLAIN[1:]]], "note", "8 channels it shuts 1 off", "1"),
         ([PLAIN, [50.0, 60.0, *PLAIN[2:]]], "note", "amplifies 2", "1"),
-        ([[1.0] * 8, PLAIN], "note", "it is 1 at 0: untrained", "1"),
+        ([[1.0] * 8, PLAIN], "note", "it is 1 or 0 in all channels at 0: untrained", "1"),
+        ([[0.0] * 8, PLAIN], "note", "it is 1 or 0 in all channels at 0: untrained", "1"),
         ([CENTRED, CENTRED, PLAIN], "problem", "γ is centred on 0 at 0, 1, and the module does not add 1", "0"),
         ([CENTRED, PLAIN, PLAIN], "ok", "differs most at 0", "0"),  # as the first norm of SmolLM2
     ],

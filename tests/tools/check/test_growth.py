@@ -1,6 +1,7 @@
 """Sentences and verdicts about growth and spikes, on planted networks and on real ones."""
 
 import pytest
+import timm
 import torch
 from networks import network_of
 from torch import nn
@@ -95,6 +96,7 @@ def test_of_post_norms_and_of_norms_beside_a_stream():
     grown, spiked = answers(model)
     assert grown.verdict == "ok" and grown.sentence.endswith("post-norms normalize the stream itself")
     assert "born" not in spiked.sentence  # what writes it is known for pre-norms alone
+    assert answers(timm.create_model("resnet10t").eval(), [torch.randn(1, 3, 32, 32)])[0].verdict == "omitted"
     grown, spiked = answers(nn.Sequential(nn.LayerNorm(D)))
     assert (grown.verdict, spiked.verdict) == ("omitted", "ok")
     assert answers(nn.Sequential(nn.LayerNorm(D)), [0 * INPUTS])[1].verdict == "omitted"
