@@ -63,25 +63,30 @@ def check(
     >>> report.about["model"]
     'demo_vit'
     """
+    _check_eps(eps)
     if isinstance(model, Capture):
-        return answers(Evidence(model.only(layers), eps=eps))
+        return _answers(Evidence(model.only(layers), eps=eps))
     module, bound, described, _ = unpacked(model, batches, about)
     seen = captured(module, bound, layers=layers, about=described, progress=progress)
-    return answers(Evidence.of(seen, unwrapped(module), eps=eps, batches=bound))
+    return _answers(Evidence.of(seen, unwrapped(module), eps=eps, batches=bound))
 
 
 def check_capture(capture: Capture, network: LoadedModel | None = None, *, eps: float | None = None) -> CheckReport:
     """Answer from a capture, and from the loaded model that was captured, if it is there."""
+    _check_eps(eps)
     if network is None:
-        return answers(Evidence(capture, eps=eps))
+        return _answers(Evidence(capture, eps=eps))
     module, bound, *_ = unpacked(network, None)
-    return answers(Evidence.of(capture, unwrapped(module), eps=eps, batches=bound))
+    return _answers(Evidence.of(capture, unwrapped(module), eps=eps, batches=bound))
 
 
-def answers(evidence: Evidence) -> CheckReport:
+def _check_eps(eps: float | None) -> None:
+    if eps is not None and not 0 <= eps < math.inf:
+        raise UsageError(f"eps has to be a number of at least 0, not {eps}.")
+
+
+def _answers(evidence: Evidence) -> CheckReport:
     """Answer all questions from the same evidence."""
-    if evidence.eps is not None and not 0 <= evidence.eps < math.inf:
-        raise UsageError(f"eps has to be a number of at least 0, not {evidence.eps}.")
     if any(evidence.norms()):
         return CheckReport([question(evidence) for question in QUESTIONS], evidence.capture.about)
     sentence = f"there is no norm with pairs{evidence.left_out((), '')}"
