@@ -64,8 +64,8 @@ def _consequence(largest: float) -> tuple[Verdict, str]:
         return "problem", "float16 overflows there"
     change = math.expm1(largest * _ROUNDING)
     if change > _NOTICED:
-        return "note", f"keep q, k and logits in float32: rounding it to bfloat16 may change its weight by {change:.0%}"
-    return "ok", f"rounding it to bfloat16 changes its weight by less than {_NOTICED:.0%}"
+        return "note", f"keep logits in float32, as fused attention does: bfloat16 may change a weight by {change:.0%}"
+    return "ok", f"rounding it to bfloat16 changes a weight by less than {_NOTICED:.0%}"
 
 
 def _protection(evidence: Evidence, worst: Mapping[str, Any], has_qk_norm: bool) -> list[str]:
