@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.models import registry
-
-if TYPE_CHECKING:
-    import torch
-
-    from normscope.swaps.store.record import SwapRecord
+from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
+from normscope.swaps.store.record import RECORD, SwapRecord, read_record
 
 _CODE = "py"
 
@@ -95,7 +94,6 @@ def load(
     registry.check_paths(weights, data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
-    from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
     # A swap brings its own weights: make others at no cost, except where a factory makes them.
     unread = "pretrained" if entry.library == _CODE else "random"
@@ -138,8 +136,6 @@ def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
     ...     load_swapped(folder, device="cpu").name
     'demo_vit'
     """
-    from normscope.swaps.store.record import read_record
-
     name = read_record(folder).model
     if name.partition(":")[0] == _CODE:
         raise ModelError(
@@ -153,8 +149,6 @@ def _swap_in(weights: str | Path) -> SwapRecord | None:
     """Read the record of a folder of a swap; None if the weights are no swap."""
     if weights in ("pretrained", "random") or not Path(weights).is_dir():
         return None
-    from normscope.swaps.store.record import RECORD, read_record
-
     return read_record(weights) if (Path(weights) / RECORD).exists() else None
 
 
@@ -170,7 +164,7 @@ def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
 
 
 def _restored(network: LoadedModel, folder: Path) -> LoadedModel:
-    from normscope.swaps.store.store import restored
+    from normscope.swaps.store.store import restored  # a quarter of a second, and most networks are as published
 
     record = restored(network.module, folder)
     # Random weights stay random in a swap.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import normscope
 from normscope.cli import options
 from normscope.errors import UsageError, count, unknown
-from normscope.inputs.held_out import divided
 from normscope.runtime.processes import Process
 from normscope.swaps.inits import CALIBRATED, INITS
 
@@ -183,6 +182,7 @@ class SwapSource:
 
         Ranks divide captures and drift among them, and arrive at the same start values.
         """
+        from normscope.inputs.held_out import divided
         from normscope.swaps.start import replaceable, why_not_replaced
 
         self.network, self.ranks, self._run, self._out = network, ranks, run, out

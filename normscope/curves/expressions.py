@@ -174,8 +174,12 @@ class _Reader:
                 function, arguments = _OPERATORS[type(operator)], [left, right]
             case ast.UnaryOp(op=operator, operand=operand) if type(operator) in _OPERATORS:
                 function, arguments = _OPERATORS[type(operator)], [operand]
-            case ast.Call(args=arguments):
-                function = self.called(node)
+            case ast.Call(func=ast.Name(id=name), args=arguments) if name in _FUNCTIONS:
+                function, number = _FUNCTIONS[name]
+                if node.keywords or len(arguments) != number:
+                    self.refuse(f"{name} takes {count(number, 'argument')}, not {len(arguments)}", node.col_offset)
+            case ast.Call(func=called):
+                self.refuse(f"{self.written(called)} is no function", node.col_offset)
             case _:
                 self.refuse(f"{self.written(node)} means nothing here", node.col_offset)
         terms = [self.term(argument, depth + 1) for argument in arguments]
@@ -190,15 +194,6 @@ class _Reader:
         # A tensor, as Python's own numbers raise errors at 1/0 and overflow.
         fixed = torch.tensor(number, dtype=torch.float64)
         return lambda x: fixed
-
-    def called(self, node: ast.Call) -> Callable[..., Tensor]:
-        name = node.func.id if isinstance(node.func, ast.Name) else None
-        if name not in _FUNCTIONS:
-            self.refuse(f"{self.written(node.func)} is no function", node.col_offset)
-        function, arguments = _FUNCTIONS[name]
-        if node.keywords or len(node.args) != arguments:
-            self.refuse(f"{name} takes {count(arguments, 'argument')}, not {len(node.args)}", node.col_offset)
-        return function
 
     def written(self, node: ast.expr) -> str:
         return repr(self.formula[node.col_offset : node.end_col_offset])

@@ -146,31 +146,19 @@ def _of(name: str, expression: str) -> Function:
     return getattr(Functions, name)  # type: ignore[no-any-return]
 
 
-def _built_in(
-    name: str,
-    formula: str,
-    tex: str,
-    *,
-    f: str,
-    slope: str,
-    js: str,
-    source: str = "",
-    aliases: tuple[str, ...] = (),
-    **properties: Any,
-) -> Curve:
+def _built_in(name: str, formula: str, tex: str, *, f: str, slope: str, js: str, **properties: Any) -> Curve:
     """Make a curve of expressions in u; ``properties`` replace those of most curves."""
     usual = {"limit": 1.0, "zero_centred": True, "monotone": True, "smooth": True, "slope_at_origin": 1.0, "peak": 1.0}
+    properties = {"aliases": (), "source": f"{_DERF}/{name}.py", **usual, **properties}
     return Curve(
         name=name,
-        aliases=aliases,
         formula=formula,
         function=_of(name, f),
         derivative=_of(f"{name}_slope", slope),
-        source=source or f"{_DERF}/{name}.py",
         expression=f,
         javascript=js,
         tex=tex,
-        **(usual | properties),
+        **properties,
     )
 
 

@@ -53,11 +53,7 @@ def autograd_of(function: Function) -> Function:
 
 
 def properties_of(function: Function, derivative: Function, name: str) -> dict[str, Any]:
-    """Return properties by the names of :class:`normscope.curves.known.Curve`'s attributes.
-
-    Raises:
-        UsageError: as of :func:`normscope.curve_of`.
-    """
+    """Return properties by the names of Curve's attributes; UsageError as of :func:`normscope.curve_of`."""
     u = grid()
     f = _values(function, u, name)
     slope = _slopes(derivative, u, name)

@@ -8,16 +8,16 @@ import inspect
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, IterableDataset
 
 from normscope.errors import DataError, UsageError, count
 from normscope.inputs.wrappers import unwrapped
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    Forward = Callable[[nn.Module, Any], Any]
+Forward = Callable[[nn.Module, Any], Any]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,6 @@ class Batch:
     def valid_at(self, path: str) -> Tensor | None:
         """Return :attr:`valid` for the module of a path; None for data alone.
 
-        >>> import torch
         >>> batch = Batch(valid=torch.ones(1, 4), valid_within={"encoder": torch.ones(1, 9)})
         >>> batch.valid_at("encoder.layers.0").shape, batch.valid_at("encoders").shape
         (torch.Size([1, 9]), torch.Size([1, 4]))
@@ -116,7 +115,6 @@ class Batch:
         A tensor in several arguments is one in the copy too, and detached. Modules, and objects that cannot be copied,
         stay the same.
 
-        >>> import torch
         >>> x = torch.ones(2)
         >>> lent = Batch((x, [x])).copied()
         >>> lent.args[0].mul_(2), lent.args[1], x
@@ -151,8 +149,6 @@ class Batch:
 
         A number, a text or a tensor of another length serves any; a list of images, or an object, cannot be divided.
         """
-        import torch
-
         values = list(leaves((*self.args, self.kwargs), of_lists=self.forward is not None))
         serving = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
         sizes = [len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim]
@@ -177,7 +173,6 @@ class Batch:
 
     def each(self, change: Callable[[Tensor], Tensor], *, of_lists: bool = False) -> Batch:
         """Return the batch with another tensor in place of each; ``of_lists`` for those within lists too."""
-        import torch
 
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
@@ -215,8 +210,6 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Yield the tensors within tuples, lists and mappings, with the indices and keys that lead to them."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -225,15 +218,12 @@ def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    import torch
-
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def joined(batches: Sequence[Batch]) -> list[Batch]:
     """Join several batches into one if their tensors allow it; else return them as they are.
 
-    >>> import torch
     >>> one = Batch((torch.zeros(1, 3),), samples=(Sample("a", 0, 0),))
     >>> [len(batch.samples) for batch in joined([one, one])]
     [2]
@@ -254,8 +244,6 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
 
 def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
     """Join one argument of several batches; ValueError where that cannot be done."""
-    import torch
-
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values) and first.ndim:
         whole = [len(value) == len(batch.samples) for value, batch in zip(values, batches, strict=True)]
@@ -275,7 +263,6 @@ _T = TypeVar("_T")
 class Halving:
     """Batches in pieces that memory has room for: halved where it ends, and so from then on.
 
-    >>> import torch
     >>> halving = Halving("taken")
     >>> batch = Batch((torch.zeros(5, 3),), samples=tuple(Sample("a", 0, i) for i in range(5)))
     >>> for piece, note in halving.pieces(batch, "new"):
@@ -335,7 +322,6 @@ def as_batches(
             one of them is nested.
         UsageError: if ``batches`` is a single tensor, dict or Batch.
 
-    >>> import torch
     >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
     [1, 3]
     >>> labelled = [{"image": torch.zeros(2, 3), "label": torch.tensor([0, 1])}]
@@ -389,8 +375,6 @@ def check_several(batches: object) -> None:
 def _has_single_samples(batches: Any) -> bool:
     """True for a data set of samples by number, or a DataLoader that does not batch them."""
     if getattr(batches, "batch_sampler", batches) is None and hasattr(batches, "dataset"):
-        from torch.utils.data import BatchSampler, IterableDataset
-
         return not isinstance(batches.dataset, IterableDataset) and not isinstance(batches.sampler, BatchSampler)
     return hasattr(batches, "__getitem__") and not hasattr(batches, "__iter__")
 
@@ -430,8 +414,6 @@ class ForwardSignature:
 
     def read(self, entry: Any, number: int) -> Iterable[Batch]:
         """Return the batches of an entry, their samples without names."""
-        import torch
-
         if (images := _images(entry)) is not None:
             if len(entry) > 1 and entry is not images:
                 self._warn("what comes beside the images")
@@ -508,8 +490,6 @@ def _images(entry: Any) -> Sequence[Tensor] | None:
 
 
 def _are_images(values: Any) -> bool:
-    import torch
-
     listed = isinstance(values, (list, tuple)) and len(values) > 0
     return listed and all(isinstance(value, torch.Tensor) and value.ndim == 3 for value in values)
 
@@ -520,8 +500,6 @@ def _have_colours(images: Sequence[Tensor]) -> bool:
 
 def _looks_like_labels(value: Any) -> bool:
     """True for whole numbers, one a sample, or values that are no tensor: classes, captions, boxes in dicts."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         return value.ndim <= 1 and not value.is_floating_point()
     return isinstance(value, (int, str, list, tuple, Mapping))
@@ -534,8 +512,6 @@ def _kind(value: Any) -> str:
 
 def _n_samples(entry: Any) -> int:
     """Return the number of samples of an entry of any kind: the size on which its tensors agree, else one."""
-    import torch
-
     if _are_images(entry) and _have_colours(entry):
         return 1
     sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves([entry], of_lists=True) if isinstance(leaf, torch.Tensor)}
@@ -543,8 +519,6 @@ def _n_samples(entry: Any) -> int:
 
 
 def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:
-    import torch
-
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in leaves((*args, kwargs), of_lists=True)):
         raise DataError(
             f"Batch {number} contains a nested tensor, whose tokens belong to no known sample. Pad it, "
@@ -554,8 +528,6 @@ def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int
 
 
 def _count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> int:
-    import torch
-
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
     if not tensors:
         arrays = any(type(value).__module__ == "numpy" for value in (*args, *kwargs.values()))

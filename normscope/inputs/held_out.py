@@ -7,15 +7,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample, as_batches, taken_once, tensor_bytes, tensors_of
 from normscope.inputs.chunks import ALL, Chunk, Inputs, LeftOut, RankSampler, as_inputs
 from normscope.inputs.previews import Preview
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_BYTES = 2**30  # of inputs that are learned from
 _MOST_VALIDATION = 100  # samples that decide what is kept
@@ -170,7 +169,6 @@ def subsampled(batches: Sequence[Batch], most: int) -> list[Batch]:
     Texts may be sorted by length: a few whole batches would be of a few lengths.
 
     >>> import torch
-    >>> from normscope.inputs.batch import Sample
     >>> samples = [Sample("a", 0, number) for number in range(6)]
     >>> threes = [Batch((torch.zeros(3, 1),), samples=tuple(part)) for part in (samples[:3], samples[3:])]
     >>> [[sample.index for sample in batch.samples] for batch in subsampled(threes, 3)]
@@ -232,7 +230,6 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
     Batches whose tensors with several axes do not all have the shape of ``valid`` stay as they are.
 
     >>> import torch
-    >>> from normscope.inputs.batch import Sample
     >>> valid = torch.arange(90) < torch.tensor([20, 90, 25, 30])[:, None]
     >>> texts = Batch((torch.ones(4, 90),), samples=tuple(Sample("a", 0, n) for n in range(4)), valid=valid)
     >>> [(batch.args[0].shape, [sample.index for sample in batch.samples]) for batch in by_length(texts, 8)]

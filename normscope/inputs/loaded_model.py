@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
+from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Inputs as Inputs
 from normscope.inputs.wrappers import unwrapped
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from torch import Tensor, nn
-
-    from normscope.inputs.batch import Batch, Sample
-
 
 Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
 
@@ -34,13 +30,9 @@ def first_tensor(result: Any, batch: Batch) -> Tensor:
 
     Single numbers, such as a loss, are none; ``logits`` of a mapping come first.
 
-    >>> import torch
-    >>> from normscope.inputs.batch import Batch
     >>> first_tensor((torch.zeros(2, 3), torch.tensor([3, 3])), Batch()).shape
     torch.Size([2, 3])
     """
-    import torch
-
     values = [result.get("logits"), *result.values()] if isinstance(result, Mapping) else result
     for value in values if isinstance(values, (tuple, list)) else [values]:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim:
@@ -53,8 +45,6 @@ def without_variances(result: Any, batch: Batch) -> Tensor:
 
     ``batch`` has the latents as keyword ``hidden_states``, ``(samples, channels, …)``.
 
-    >>> import torch
-    >>> from normscope.inputs.batch import Batch
     >>> without_variances((torch.zeros(2, 8, 4, 4),), Batch(kwargs={"hidden_states": torch.zeros(2, 4, 4, 4)})).shape
     torch.Size([2, 4, 4, 4])
     """
@@ -202,9 +192,6 @@ class InferredOutputs(Outputs):
     A mapping, as transformers' outputs are, names them; of a tuple the module's class does. Scores of a regression, or
     of labels that do not exclude one another, are no such logits.
 
-    >>> import torch
-    >>> from normscope.inputs.batch import Batch
-    >>> from torch import nn
     >>> outputs = InferredOutputs(nn.Linear(2, 2))
     >>> logits = outputs.read({"loss": torch.zeros(()), "logits": torch.zeros(3, 5, 9)}, Batch())
     >>> outputs.kind, logits.shape

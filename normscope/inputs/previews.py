@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, leaves
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LONGEST_SIDE = 160  # pixels of a thumbnail
 SPANS = 512  # of an envelope
@@ -50,7 +49,7 @@ class Preview:
         """Refuse what the page could not draw."""
         pixels, envelope = self.pixels, self.envelope
         if pixels is not None:
-            is_image = str(pixels.dtype) == "torch.uint8" and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
+            is_image = pixels.dtype == torch.uint8 and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
             if not (is_image and all(pixels.shape) and all(self.size)):
                 raise DataError(
                     f"The pixels of a preview are {tuple(pixels.shape)} {pixels.dtype}, of a picture of size "
@@ -84,22 +83,16 @@ def preview_of(
     A picture is a floating-point tensor ``(samples, channels, height, width)``; a waveform ``(samples, time)`` or
     ``(samples, 1 or 2, time)``; token ids are integers ``(samples, positions)``.
 
-    Args:
-        batch: of the network.
-        index: of the sample within it.
-        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None to stretch each channel
-            from its smallest value to its largest, which the note reports.
-        words: from token ids to their texts; None to show the ids.
+    ``normalized_by`` contains mean and standard deviation of each channel of pixels from 0 to 1; None stretches each
+    channel from its smallest value to its largest, which the note reports. ``words`` returns the texts of token ids;
+    None shows the ids.
 
-    >>> import torch
     >>> from normscope.inputs.batch import Sample
     >>> batch = Batch((torch.rand(2, 3, 32, 64),), samples=(Sample("a", 0, 0), Sample("b", 1, 1)))
     >>> preview = preview_of(batch, 1)
     >>> preview.kind, preview.pixels.shape, preview.size, preview.note
     ('thumbnail', torch.Size([32, 64, 3]), (32, 64), 'each channel stretched from its smallest value to its largest')
     """
-    import torch
-
     parts: dict[str, object] = {}
     named = [("", value) for value in leaves(batch.args, of_lists=batch.forward is not None)]
     for name, value in [*named, *batch.kwargs.items()]:
@@ -121,8 +114,6 @@ def _text(name: str, tensor: Tensor, words: Words | None) -> dict[str, object]:
 
 def _picture_or_waveform(name: str, values: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
     """Return the parts of a preview that a floating-point tensor of one sample makes."""
-    import torch
-
     shape = values.shape
     picture = len(shape) == 3 and min(shape[1:]) > 1
     spectrogram = len(shape) == 2 and name in _SPECTROGRAMS and min(shape) > _MOST_CHANNELS
@@ -149,8 +140,6 @@ def _picture_or_waveform(name: str, values: Tensor, normalized_by: Normalized | 
 
 def _pixels(tensor: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]:
     """Return ``(channels, height, width)`` as a thumbnail, uint8 ``(height, width, 1 or 3)``, and how it was made."""
-    import torch
-
     channels = len(tensor)
     note = ""
     if normalized_by is not None and len(normalized_by[0]) == channels and channels in (1, 3):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
 _SYNCHRONIZING = (
     "torch.nn.parallel.distributed.DistributedDataParallel",
@@ -29,7 +27,6 @@ _WRAPPED = {
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside all wrappers.
 
-    >>> from torch import nn
     >>> unwrapped(nn.DataParallel(nn.LayerNorm(4)))
     LayerNorm((4,), eps=1e-05, elementwise_affine=True)
     """
@@ -38,25 +35,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module once with its path, both without wrappers; otherwise as ``nn.Module.named_modules`` does.
 
-    >>> from torch import nn
     >>> [path for path, _ in named_modules(nn.DataParallel(nn.Sequential(nn.LayerNorm(4))))]
     ['', '0']
     """
-    return _named_modules(model, "", set())
-
-
-def _named_modules(model: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    module = unwrapped(model)
+    module, seen = unwrapped(model), set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _named_modules(child, f"{path}.{name}" if path else name, seen)
+    for name, child in module.named_children():
+        yield from named_modules(child, f"{path}.{name}" if path else name, seen)
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
@@ -72,7 +63,6 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
 def synchronized(model: nn.Module) -> bool:
     """True if DDP or FSDP1 wraps a network or a part of it, which train only the parameters that they were made with.
 
-    >>> from torch import nn
     >>> synchronized(nn.LayerNorm(4))
     False
     """

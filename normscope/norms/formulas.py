@@ -73,12 +73,7 @@ class Form:
         by the divisor of the sum of squares, and zero where eps bounds x, as the norm is then linear. With eps beside
         the root, it contains 1/σ in place of rstd = 1/(σ + eps).
 
-        Args:
-            rows: tokens, ``(tokens, d)``.
-            eps: of the norm.
-
-        Returns:
-            rstd ``(tokens, 1)``, pull and z ``(tokens, d)``, in the rows' dtype.
+        The parts are rstd ``(tokens, 1)``, pull and z ``(tokens, d)``, in the rows' dtype.
         """
         shift, rstd = self.line(rows, eps)
         about = rows - rows.mean(-1, keepdim=True) if self.about_mean else rows

@@ -250,11 +250,18 @@ def measured_affine(gain: OfChannels, shift: OfChannels, groups: Groups | None =
     return affine
 
 
+def _own_parts(module: Any) -> tuple[Tensor, Tensor, Tensor]:
+    gain, _ = gain_and_shift(module)
+    shift = getattr(module, "shift", None)
+    parts = (module.alpha, *(torch.zeros(1) if shift is None else shift, torch.ones(1) if gain is None else gain))
+    alpha, shift, gain = (parameter.detach().flatten() for parameter in parts)
+    return alpha, shift, gain
+
+
 def pointwise_function(
-    name: str, curve: Curve, *, axes: Axes | tuple[int, ...], parts: Parts | None = None, **options: Any
+    name: str, curve: Curve, *, axes: Axes | tuple[int, ...], parts: Parts = _own_parts, **options: Any
 ) -> NormKind:
     """Describe a point-wise function weight · f(αx + s) + bias; by default, α and s are ``alpha`` and ``shift``."""
-    parts = parts or _own_parts
 
     def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         alpha, shift, _ = (parameter.to(rows) for parameter in parts(module))
@@ -263,11 +270,3 @@ def pointwise_function(
 
     kind = token_norm(name, axes=axes, centred=False, eps=0.0, **options)
     return replace(kind, normalize=normalize, form=None, bounded=curve.limit == 1, curve=curve, parts=parts)
-
-
-def _own_parts(module: Any) -> tuple[Tensor, Tensor, Tensor]:
-    gain, _ = gain_and_shift(module)
-    shift = getattr(module, "shift", None)
-    parts = (module.alpha, *(torch.zeros(1) if shift is None else shift, torch.ones(1) if gain is None else gain))
-    alpha, shift, gain = (parameter.detach().flatten() for parameter in parts)
-    return alpha, shift, gain

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normscope.norms.formulas import rms_norm, root_mean_square, std_norm, unit_length, unit_offset
+from normscope.norms.formulas import rms_norm, std_norm, unit_offset
 from normscope.norms.kinds import (
     Axes,
     NormKind,
@@ -61,26 +61,6 @@ def _instance_norm(dimensions: int) -> Callable[[nn.Module], NormKind | str]:
         return describe("InstanceNorm", unbatched_axes=dimensions + 1, own_precision=True)
 
     return row
-
-
-def _lp_norm(module: Any) -> NormKind | str:
-    if module.p != 2:
-        return f"it divides by the L{module.p} norm; only the L2 norm makes a root mean square of one"
-    axes = (module.dim,)
-    return token_norm("LpNorm", axes=axes, normalize=root_mean_square, affine=unit_length, own_precision=True)
-
-
-def _channel_first(name: str) -> Callable[[Any], NormKind]:
-    def row(module: Any) -> NormKind:
-        axes = (1,) if getattr(module, "channel_first", True) else (-1,)
-        return token_norm(name, axes=axes, normalize=root_mean_square, eps=1e-12, own_precision=True)
-
-    return row
-
-
-def _along(name: str, axis_name: str) -> Callable[[Any], NormKind]:
-    """Describe an RMSNorm along the axis that the module stores under ``axis_name``."""
-    return lambda module: token_norm(name, axes=(getattr(module, axis_name),), normalize=rms_norm, own_precision=True)
 
 
 def _swapped_axes(module: Any) -> Axes | tuple[int, ...]:
@@ -170,17 +150,8 @@ _DIFFUSERS: dict[str, Row] = {
     "models.normalization.RMSNorm": _rms("RMSNorm"),
     "models.normalization.MochiRMSNorm": _rms("MochiRMSNorm"),
     "models.normalization.FP32LayerNorm": token_norm("FP32LayerNorm"),
-    "models.normalization.LpNorm": _lp_norm,
     "models.normalization.GlobalResponseNorm": _GLOBAL_RESPONSE,
-    "models.unets.unet_stable_cascade.SDCascadeLayerNorm": token_norm("SDCascadeLayerNorm", axes=(1,)),
     "models.unets.unet_stable_cascade.GlobalResponseNorm": _GLOBAL_RESPONSE,
-    "models.autoencoders.autoencoder_kl_ltx2.PerChannelRMSNorm": _along("PerChannelRMSNorm", "channel_dim"),
-    "models.autoencoders.autoencoder_kl_ltx2_audio.LTX2AudioPixelNorm": _along("LTX2AudioPixelNorm", "dim"),
-    "models.autoencoders.autoencoder_kl_wan.WanRMS_norm": _channel_first("WanRMS_norm"),
-    "models.autoencoders.autoencoder_kl_qwenimage.QwenImageRMS_norm": _channel_first("QwenImageRMS_norm"),
-    "pipelines.deprecated.wuerstchen.modeling_wuerstchen_common.WuerstchenLayerNorm": token_norm(
-        "WuerstchenLayerNorm", axes=(1,)
-    ),
 }
 
 _UNIT_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_next:Qwen3Next")

@@ -160,10 +160,7 @@ _ABBREVIATIONS = (
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a short, unique name of every site: its numbers, and the fewest words that identify its kind.
-
-    Args:
-        names: names of all sites that are shown together.
+    """Return a short name of each site, unique among them: its numbers, and the fewest words that identify its kind.
 
     >>> bert = ["encoder.layer.3.attention.output.LayerNorm", "encoder.layer.4.output.LayerNorm"]
     >>> list(short_names(bert).values())
@@ -234,7 +231,6 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     Raises:
         UsageError: if an entry names no site, or if there are fewer sites than the number.
 
-    >>> from normscope.norms.sites import NormSite
     >>> names = [f"blocks.{i // 2}.norm{i % 2 + 1}" for i in range(8)] + ["norm"]
     >>> rest = ("LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
     >>> sites = [NormSite(i, name, *rest) for i, name in enumerate(names)]
@@ -251,14 +247,11 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         layers = min(_FEW, len(sites))
     if isinstance(layers, int):
         return _along_depth(sites, layers)
-    chosen = {index for entry in _entries(layers) if entry for index in _matching(sites, entry)}
+    entries = [entry.strip() for entry in (layers.split(",") if isinstance(layers, str) else map(str, layers))]
+    chosen = {index for entry in entries if entry for index in _matching(sites, entry)}
     if not chosen:
         raise UsageError(f"The layers {layers!r} name no norm site; for example: all, 4, '0,8,24', '4-11', '*.norm1'.")
     return [site for site in sites if site.index in chosen]
-
-
-def _entries(layers: str | Sequence[int | str]) -> list[str]:
-    return [entry.strip() for entry in (layers.split(",") if isinstance(layers, str) else map(str, layers))]
 
 
 def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch
@@ -18,15 +20,22 @@ from normscope.norms.bound_inputs import unpacked
 from normscope.norms.formulas import gain_and_shift
 from normscope.norms.functional import CalledNorm
 from normscope.norms.kinds import NormKind
-from normscope.norms.placements import placements
 from normscope.norms.recognition import is_norm
-from normscope.norms.sites import NormSite, SkippedNorm
+from normscope.norms.sites import NormSite, SkippedNorm, kind_of_site
 from normscope.norms.traced_pass import NOT_ONE_TENSOR, TracedCall, TracedPass
 from normscope.runtime.network import uncompiled
-from normscope.runtime.spread import differing_inputs, whole
+from normscope.runtime.spread import differing_inputs, is_sharded, whole
 
 NOT_CALLED = "not called"
 _DIVIDED = "ranks that share the network have different inputs of it: each has some of the heads, or other batches"
+# Names in timm (q_norm), diffusers (norm_q, norm_added_k, q_rms_norm_t) and transformers (q_layernorm, qk_norm,
+# q_layernorm.norms.0 of one head); a norm before the projection (pre_norm_q, q_a_layernorm) is none of them.
+QUERY_OR_KEY = re.compile(
+    r"(^|[._])(q|k|qk|query|key)_?((layer|rms|img)_?)?norm\d*(_t|_und_for_gen)?(\.norms\.\d+)?$"
+    r"|(^|\.)norm\d*_?((added|ip)_)?(q|k|query|key)$"
+    r"|(^|\.)\w*att\w*\.((q|k)_ln|ln_(q|k))$",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -86,7 +95,6 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     traced = TracedPass.of(model, batch)
     weighing = traced.weighing
     called = [call for call in traced.calls.values() if call.is_site or call.name not in weighing]
-    called = sorted(called, key=lambda call: call.order)
     for name in differing_inputs(model, {call.name: call.input for call in called if call.is_site}):
         traced.calls[name].kind = _DIVIDED
     kinds = {call.name: call.kind for call in called if isinstance(call.kind, NormKind)}
@@ -103,7 +111,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     if not kinds:
         raise ModelError(_no_sites(class_of(model).__name__, skipped, len(traced.weights_normed)))
     calls = [call for call in called if call.name in kinds]
-    placed = placements(calls, traced)
+    placed = _placements(calls, traced)
     sites = [_site(index, call, kinds[call.name], placed[call.name]) for index, call in enumerate(calls)]
     masks = {site.name: batch.valid_at(site.path) for site in sites}
     return NormReport(
@@ -164,6 +172,51 @@ def _site(index: int, call: TracedCall, kind: NormKind, placement: str | None) -
         pointwise=call.pointwise,
         called_with="".join(call.arguments),
     )
+
+
+def _placements(calls: Sequence[TracedCall], traced: TracedPass) -> dict[str, str | None]:
+    """Identify the placement of each site by its path, from the order of its first call and the additions.
+
+    It is ``pre-norm``, ``post-norm``, ``qk``, ``final`` or None, beside the residual stream. Sites whose paths differ
+    only in the numbers of their blocks share a placement: nothing is added after the last block of a post-norm network.
+    """
+    last_added: dict[tuple[int, int] | None, float] = {}
+    for number, (operands, in_place) in enumerate(traced.additions):
+        for operand in filter(_identity, operands):
+            # What was added to in place is, from then on, the sum; only what comes later takes it as it is now.
+            overwritten = in_place and operand is operands[0]
+            before = last_added.get(_identity(operand), -1)
+            last_added[_identity(operand)] = max(before, number if overwritten else math.inf)
+    attended = set(map(_identity, traced.queries_and_keys)) - {None}
+
+    def placement_of(call: TracedCall) -> str | None:
+        if QUERY_OR_KEY.search(call.name):
+            return "qk"
+        for tensor, placement in ((call.input, "pre-norm"), (call.output, "post-norm")):
+            if last_added.get(_identity(tensor), -1) >= call.additions_before:
+                return placement
+        return "qk" if _identity(call.output) in attended else None
+
+    by_call = {call.name: placement_of(call) for call in calls}
+    by_kind = {kind_of_site(name): placement for name, placement in reversed(by_call.items()) if placement}
+    by_name = {name: placement or by_kind.get(kind_of_site(name)) for name, placement in by_call.items()}
+    repeated = Counter(map(kind_of_site, by_name))
+    if any(by_name.values()):
+        for name in reversed(by_name):
+            if by_name[name] or repeated[kind_of_site(name)] > 1:
+                break
+            by_name[name] = "final"
+    return by_name
+
+
+def _identity(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the address and size of a tensor or shard; None for one that torch.vmap made, which has no address."""
+    try:
+        local: Any = tensor
+        local = local.to_local() if is_sharded(tensor) else tensor
+        return local.data_ptr(), local.numel()
+    except RuntimeError:
+        return None
 
 
 def _no_sites(network: str, skipped: list[SkippedNorm], weights_normed: int) -> str:

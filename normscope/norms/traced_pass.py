@@ -57,7 +57,6 @@ _BY_HAND = {"rsqrt", "sqrt", "std", "var", "std_mean", "var_mean", "norm", "lina
 class TracedCall:
     """First call of a norm; its tensors stay alive until the pass ends, so that no other tensor has their address."""
 
-    order: int
     name: str
     module: nn.Module
     input: Tensor
@@ -84,7 +83,7 @@ class TracedPass(FunctionWatch):
     Attributes:
         named: suspects that are norms by the table or by name.
         suspects: these, and modules as small as norms are.
-        calls: the first calls of suspects and functions, by name.
+        calls: the first calls of suspects and functions, by name, in order.
         torn: suspects that are no norms, and why.
         tensorless: suspects that did not take and return one tensor in some call.
         within_norms: suspects that were called inside of norms alone.
@@ -111,7 +110,6 @@ class TracedPass(FunctionWatch):
         self.weights_normed: set[str] = set()
         self.keeps_state = False
         self._differing: set[str] = set()  # sites whose kind does not reproduce the output of a later call
-        self._order = itertools.count()  # of the first calls of norms
         # A copy of the input of each running call, and the numbers of calls and additions before it.
         self._running: dict[str, list[tuple[Tensor | None, tuple[int, int]]]] = defaultdict(list)
         self._weights = WeakTensorKeyDictionary()
@@ -170,7 +168,7 @@ class TracedPass(FunctionWatch):
             _check_tokens_whole(name, norm.kind, norm, x)
             x = norm.laid_out(x)
             output = norm.laid_out(output) if isinstance(output, Tensor) else x  # native_layer_norm returns three
-            self._record(TracedCall(next(self._order), name, norm, x, output, norm.kind, len(self.additions)))
+            self._record(TracedCall(name, norm, x, output, norm.kind, len(self.additions)))
 
     def left(self, frame: Frame) -> None:
         """Record the norm functions that a forward called, in order."""
@@ -266,7 +264,7 @@ class TracedPass(FunctionWatch):
                 same_class = (call.kind for call in reversed(self.calls.values()) if type(call.module) is type(module))
                 kind = _resolve(module, *args, result, next((k for k in same_class if isinstance(k, NormKind)), None))
             pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
-            call = TracedCall(next(self._order), name, module, x, output, kind, before, pointwise=pointwise)
+            call = TracedCall(name, module, x, output, kind, before, pointwise=pointwise)
             call.on_weight = True
         elif isinstance(call.kind, NormKind) and kind_of(module) is None and not inseparable(x):
             whole_x = input_of(*args)

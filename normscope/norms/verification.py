@@ -76,16 +76,9 @@ def check(
 def _times(kind: NormKind, module: nn.Module, rows: Tensor, truth: Tensor, n_summed: int = 0) -> Tensor:
     """Return the largest difference of each token from the module's output, as a multiple of rounding error.
 
-    Args:
-        kind: the supposed kind of the module.
-        module: the norm.
-        rows: its input, ``(tokens, d)``.
-        truth: its output, likewise.
-        n_summed: number of elements that the module adds up one after the other, where that is not accurate.
-
-    Returns:
-        float64 ``(tokens,)``. 0 for a token with a NaN or an infinity; NaN for one whose line is not finite, which is
-        not summed either.
+    ``rows`` and ``truth`` are input and output. The result is 0 for a token with a NaN or an infinity, and NaN for one
+    whose line is not finite, which is not summed either. ``n_summed`` is the number of elements that the module adds up
+    one after the other, where that is not accurate.
     """
     dtypes, device = (rows.dtype, truth.dtype), rows.device
     on_mps = device.type == "mps"  # which lacks float64

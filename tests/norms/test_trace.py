@@ -10,8 +10,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 import normscope
 from normscope.errors import UsageError
-from normscope.norms.placements import QUERY_OR_KEY
-from normscope.norms.trace import find_norms
+from normscope.norms.trace import QUERY_OR_KEY, find_norms
 
 
 def test_sites_come_in_the_order_of_their_first_calls_with_their_counts():

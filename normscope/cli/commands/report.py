@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import normscope
 from normscope.cli import options
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.errors import UsageError
-from normscope.inputs.loaded_model import LoadedModel
 from normscope.runtime.files import check_writable, file_stem
+
+if TYPE_CHECKING:
+    from normscope.inputs.loaded_model import LoadedModel
 
 _OF_A_MODEL = 2  # inputs that are kept
 
@@ -49,7 +51,8 @@ def report(
     swaps = read_swap_results(swap_bench) if swap_bench else None
     training = normscope.load_timeline(timeline) if timeline else None
     kept: dict[str, Any] = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
-    seen, fits, shown, checks, loaded = [], [], [], [], list[LoadedModel]()
+    seen, fits, shown, checks = [], [], [], []
+    loaded: list[LoadedModel] = []
     for captured in captures([(name, run) for name in names], layers, out, by, loaded.append, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
         out.kept_inputs(capture)
