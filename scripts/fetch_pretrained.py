@@ -23,7 +23,8 @@ import torch
 import normscope
 from normscope.errors import NormscopeError
 from normscope.models.weights.repository import COPIES, WEIGHTS, copy_of
-from normscope.runtime.files import sha256_of, whole_folder, write_tensors
+from normscope.runtime.checked_files import write_tensors
+from normscope.runtime.files import sha256_of, whole_folder
 
 LARGEST_ERROR = 1e-5  # relative L2 between onnxruntime's output and transformers'
 PROMPT, CONTINUATION = "The capital of France is", "Paris"

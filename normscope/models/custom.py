@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -71,29 +71,24 @@ class UserCode:
 class FactoryBatches(Inputs):
     """The batches of a factory, on the model's device and in dtypes that it has."""
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        batches: Iterable[Any],
-        code: UserCode,
-        options: LoadOptions,
-        kept: Sequence[torch.dtype] = (),
-    ) -> None:
-        """Look at the first batch, and count those of a list; tensors of the dtypes in ``kept`` are not converted.
+    def __init__(self, model: nn.Module, batches: Iterable[Any], code: UserCode, options: LoadOptions) -> None:
+        """Look at the first batch, and count those of a list.
 
         Raises:
             UsageError: if ``options.shuffle`` is set and the batches are no list.
             DataError: if there is no batch, or the first is none.
         """
+        name = code.name
         if options.shuffle and not isinstance(batches, list):
             raise UsageError(f"{name} returned batches that can be taken only in their order: to shuffle takes a list.")
         self.left_out = LeftOut()
-        self._name, self._model, self._code, self._options, self._kept = name, model, code, options, kept
-        self._sizes: list[int] | None = None
+        self._name, self._model, self._code, self._options = name, model, code, options
+        # Without a requested dtype, inputs in one of the network's stay: only the function knows which part takes them.
+        dtypes = dict.fromkeys(tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+        self._kept = list(dtypes) if options.dtype is None else []
+        self._total: int | None = None  # number of samples, if known
         if isinstance(batches, list):
-            sizes = [len(batch.samples) for batch in as_batches(batches, model)]
-            self._sizes = [sizes[i] for i in self._order(len(sizes))]
+            self._total = sum(len(batch.samples) for batch in as_batches(batches, model))
         self._batches = _Once(name, code.over(batches)) if isinstance(batches, Iterator) else batches
         self.first_sample()
 
@@ -102,7 +97,7 @@ class FactoryBatches(Inputs):
         """Describe the batches, and a selection or another order of their samples."""
         limit, seed, shuffled = self._options.limit, self._options.seed, self._options.shuffle
         batches = f"batches of {self._name}"
-        if limit is None or (self._sizes is not None and sum(self._sizes) <= limit):
+        if limit is None or (self._total is not None and self._total <= limit):
             return f"{batches}, shuffled with seed {seed}" if shuffled else batches
         if shuffled:
             return f"{count(limit, 'sample')} of the {batches}, drawn with seed {seed}"
@@ -110,8 +105,7 @@ class FactoryBatches(Inputs):
 
     @property
     def n_samples(self) -> int | None:
-        total = None if self._sizes is None else sum(self._sizes)
-        return min((number for number in (total, self._options.limit) if number is not None), default=None)
+        return min((number for number in (self._total, self._options.limit) if number is not None), default=None)
 
     def chunks(self, sampler: RankSampler) -> Iterator[Chunk]:
         for number, batch in sampler.select(self._selected()):
@@ -133,15 +127,13 @@ class FactoryBatches(Inputs):
         batches: Iterable[tuple[int, Batch]] = enumerate(as_batches(entries, self._model))
         if self._options.shuffle:
             batches = list(batches)
-            batches = [batches[number] for number in self._order(len(batches))]
+            order = drawn(len(batches), replace(self._options, limit=None))  # the limit is of samples, not of batches
+            batches = [batches[number] for number in order]
         left = self._options.limit
         for number, batch in batches:
             yield number, batch if left is None else batch.first(left)
             if left is not None and (left := left - len(batch.samples)) <= 0:
                 return
-
-    def _order(self, number: int) -> Sequence[int]:
-        return drawn(number, replace(self._options, limit=None))  # which counts samples, and not batches
 
 
 class _Once:
@@ -189,10 +181,7 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     with code.running(name):
         returned = factory()
     module, batches = _pair(name, returned)
-    dtypes = dict.fromkeys(tensor.dtype for tensor in module.parameters() if tensor.is_floating_point())
-    # Inputs in a dtype of the network stay as they are: only the function knows which part of it takes them.
-    kept = list(dtypes) if options.dtype is None else []
-    inputs = FactoryBatches(name, module, batches, code, options, kept)
+    inputs = FactoryBatches(module, batches, code, options)
     if options.weights == "pretrained":
         version = f"sha256 {sha256_of([path])[:12]}, " if is_file else ""
         provenance = Provenance("custom", f"as {name} made them ({version}seed {options.seed})")

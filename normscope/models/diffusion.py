@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,11 @@ from normscope.models.inputs.trajectories import (
     STEPS,
     LatentSpace,
     NoisedLatents,
-    from_noise,
+    Trajectories,
     listed,
     select_timesteps,
 )
-from normscope.models.weights.checkpoints import (
-    dtypes_of,
-    dtypes_of_files,
-    load_file,
-    placed,
-    ready,
-    with_conversion,
-    with_weights,
-)
+from normscope.models.weights import checkpoints
 from normscope.models.weights.devices import quiet
 from normscope.models.weights.repository import Repository, refuse_code
 from normscope.runtime.files import sha256_of
@@ -48,32 +40,12 @@ FEW_STEPS = 5  # of a full-size network's trajectory, unless the requested times
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
 
-# As diffusers' scripts/convert_dit_to_diffusers.py made the published ones.
-_DIT_XL: dict[str, Any] = {
-    "num_attention_heads": 16,
-    "attention_head_dim": 72,
-    "in_channels": 4,
-    "out_channels": 8,
-    "num_layers": 28,
-    "attention_bias": True,
-    "patch_size": 2,
-    "activation_fn": "gelu-approximate",
-    "num_embeds_ada_norm": 1000,
-    "norm_type": "ada_norm_zero",
-    "norm_elementwise_affine": False,
+# The defaults of diffusers' classes are DiT-XL/2's, except for these.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "facebook/DiT-XL-2-256": {"out_channels": 8, "sample_size": 32},
+    "facebook/DiT-XL-2-512": {"out_channels": 8, "sample_size": 64},
 }
-_PUBLISHED = {
-    "facebook/DiT-XL-2-256": _DIT_XL | {"sample_size": 32},
-    "facebook/DiT-XL-2-512": _DIT_XL | {"sample_size": 64},
-}
-_DIT_SCHEDULER: dict[str, Any] = {
-    "num_train_timesteps": 1000,
-    "beta_schedule": "linear",
-    "beta_start": 1e-4,
-    "beta_end": 0.02,
-    "prediction_type": "epsilon",
-    "clip_sample": False,
-}
+_DIT_SCHEDULER: dict[str, Any] = {"clip_sample": False}
 _FROM_HERE = {"use_safetensors": True, "local_files_only": True}  # arguments of from_pretrained
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
@@ -101,37 +73,41 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
         return load_pipeline(name, Path(repository.name), components, options)
     config, scheduler, subfolder, remark = _describe(name, repository)
     default = {"guidance": GUIDANCE, "trajectories": TRAJECTORIES, "steps": (FEW_STEPS, STEPS), "remark": remark}
-    inputs = dit_inputs(config, scheduler, options, default)
-    module, provenance = with_weights(
+    inputs = dit_inputs(config, scheduler, options, **default)
+    module, provenance = checkpoints.with_weights(
         name,
         options,
         build=lambda: _build(name, DiTTransformer2DModel, config),
         pretrained=lambda: _pretrained(name, repository, config, subfolder),
     )
-    module, provenance = ready(module, provenance, options)
-    return loaded_dit(name, module, inputs(module), provenance)
+    module, provenance = checkpoints.ready(module, provenance, options)
+    return loaded_model(name, module, inputs, provenance)
 
 
-def loaded_dit(name: str, module: nn.Module, inputs: Inputs, provenance: Provenance) -> LoadedModel:
-    task = Task(unmeasured="the latents are of the network's own trajectories, of which no true noise is known")
+def loaded_model(
+    name: str, module: nn.Module, inputs: Inputs, provenance: Provenance, calibration: Inputs | None = None
+) -> LoadedModel:
+    """Return a transformer and its inputs; trajectories among them get the module that makes them."""
+    for trajectories in (inputs, calibration):
+        if isinstance(trajectories, Trajectories):
+            trajectories.module = module
+    task = Task(unmeasured="the latents are of the model's own trajectories, of which no true noise is known")
     if isinstance(inputs, NoisedLatents):
         task = Task("denoising", truth=inputs.truth)
-    return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
+    outputs = Outputs("prediction", without_variances)
+    return LoadedModel(name, module, inputs, provenance, outputs, calibration, task=task)
 
 
-def dit_inputs(
-    config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: Mapping[str, Any]
-) -> Callable[[nn.Module], Inputs]:
-    """Return a function from a module to its inputs, after all checks that need no module."""
+def dit_inputs(config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, **default: Any) -> Inputs:
+    """Return the latents of a file, or trajectories without their module; ``default`` as in :class:`Trajectories`."""
     defaults = inspect.signature(DiTTransformer2DModel).parameters
     channels, size, classes = (
         config.get(key, defaults[key].default) for key in ("in_channels", "sample_size", "num_embeds_ada_norm")
     )
     space = LatentSpace(channels, size, classes)
     if options.data is None:
-        return from_noise(space, scheduler, options, **default)
-    latents = NoisedLatents(Path(options.data), space, scheduler, options)
-    return lambda module: latents
+        return Trajectories(space, scheduler, options, **default)
+    return NoisedLatents(Path(options.data), space, scheduler, options)
 
 
 def _describe(name: str, repository: Repository) -> tuple[dict[str, Any], DDIMScheduler, str, str]:
@@ -182,7 +158,7 @@ def _pretrained(name: str, repository: Repository, config: dict[str, Any], folde
             "with --weights FILE, or take --weights random."
         )
     module = _build(name, DiTTransformer2DModel, config)
-    provenance = load_file(module, path, name)
+    provenance = checkpoints.load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(provenance.kind, f"{repository.name}: {provenance.description}")
     return module, repository.provenance([path])
@@ -201,8 +177,6 @@ class PipelineCalls(InputDataset):
         pipeline: on the requested device, in the requested dtype.
         timesteps: rounded to integers, in the order of sampling.
     """
-
-    in_memory = True
 
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
@@ -328,7 +302,7 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
         raise ModelError(f"{name} asks for code that is not diffusers' own ({code}), and none such is run. {OTHERWISE}")
     kind = getattr(diffusers, components["transformer"][1])  # a name that _known() has seen in diffusers
     subfolder = folder / "transformer"
-    module, provenance = with_weights(
+    module, provenance = checkpoints.with_weights(
         name,
         options,
         build=lambda: _build(name, kind, kind.load_config(subfolder)),
@@ -344,14 +318,11 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
                 nn.Module.to(component, options.device)
     except Exception as error:  # of any component
         raise _does_not_load(f"The pipeline of {name} does not load", error) from error
-    if options.weights == "pretrained":
-        module = placed(module, options)  # in the dtypes of its class, some of whose parts may stay in float32
+    if options.weights == "pretrained":  # in the dtypes of its class, some of whose parts may stay in float32
+        module = checkpoints.placed(module, options)
     else:
-        parts: list[str] | str = kind._keep_in_fp32_modules or []
-        module, provenance = ready(module, provenance, options, [parts] if isinstance(parts, str) else parts)
-    inputs = PipelineCalls(pipeline, options)
-    task = Task(unmeasured="the latents are of the pipeline's own trajectories, of which no true noise is known")
-    return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
+        module, provenance = checkpoints.ready(module, provenance, options, kind._keep_in_fp32_modules or ())
+    return loaded_model(name, module, PipelineCalls(pipeline, options), provenance)
 
 
 def _known(component: list[Any]) -> bool:
@@ -379,4 +350,5 @@ def read_transformer(name: str, kind: Any, folder: Path, dtype: torch.dtype | No
         raise ModelError(f"The transformer's weights of {name} do not fit it: {first_few(wrong)}.")
     files = sorted(folder.glob("*.safetensors"))
     provenance = Provenance("file", f"{folder.parent}: transformer (sha256 {sha256_of(files)[:12]})")
-    return module, with_conversion(provenance, dtypes_of_files(files), dtypes_of(module.state_dict()))
+    before, after = checkpoints.dtypes_of_files(files), checkpoints.dtypes_of(module.state_dict())
+    return module, checkpoints.with_conversion(provenance, before, after)

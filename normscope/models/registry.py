@@ -148,10 +148,7 @@ def loader_of(entry: ModelEntry) -> Loader:
 
 
 def find(name: str) -> ModelEntry:
-    """Return the entry of a model; a model of a library need not exist there.
-
-    Raises:
-        ModelError: if there is no such model and no such library.
+    """Return the entry of a model, which need not exist in its library; ModelError for any other name.
 
     >>> find("demo_vit").source
     'embedded:demo_vit'

@@ -10,39 +10,21 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normscope.errors import ModelError, NormscopeError, UsageError, first_few, first_line
-from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance, Task
+from normscope.models.inputs import processors
 from normscope.models.inputs.images import class_task, suffixes
-from normscope.models.inputs.processors import (
-    has_processor,
-    images_with_texts,
-    load_processor,
-    masks,
-    processed_images,
-    processed_recordings,
-    prompts,
-)
 from normscope.models.inputs.text import SentencePairs, Texts, Tokenization, load_tokenizer, pairs_or_texts
-from normscope.models.weights.checkpoints import (
-    dtypes_of,
-    dtypes_of_files,
-    not_floating,
-    placed,
-    provenance_of_file,
-    read_state_dict,
-    with_conversion,
-    with_weights,
-)
+from normscope.models.weights import checkpoints
 from normscope.models.weights.devices import LARGE, check_room, quiet
 from normscope.models.weights.repository import NotFetchedError, Repository, refuse_code
 
@@ -67,23 +49,10 @@ HEADS: dict[Kind, tuple[str, ...]] = {
     "frames": ("CTC",),
 }
 _PROMPTED = ("sam", "sam_hq")  # whose vision encoder is a model by itself, and needs no points or boxes
+# The defaults of GPT2Config and LlamaConfig are those of these networks, except for what is here.
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-community/gpt2": ("gpt2", {"architectures": ["GPT2LMHeadModel"]}),
-    "huggyllama/llama-7b": (
-        "llama",
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "pad_token_id": 0,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "huggyllama/llama-7b": ("llama", {"architectures": ["LlamaForCausalLM"], "pad_token_id": 0}),
 }
 _POOLINGS: dict[str, Literal["mean", "first", "last"]] = {
     "mean": "mean",
@@ -112,12 +81,14 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
         tokenizer, inputs_of = _preprocessing(name, repository, kind, input_kind, config, options)
         network = _Network(name, kind, config, options, quantized).sized(repository)
         options = network.options
-        if options.weights in ("pretrained", "random"):
-            module, provenance = with_weights(
-                name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
-            )
-        else:  # transformers makes the module around the weights: there is no fresh one to fill
-            module, provenance = network.from_file(Path(options.weights))
+        with checkpoints.seeded(options.seed):
+            match options.weights:
+                case "pretrained":
+                    module, provenance = network.of(repository)
+                case "random":
+                    module, provenance = network.fresh()
+                case file:
+                    module, provenance = network.from_file(Path(file))
     try:
         inputs = inputs_of(module, options)
     except NormscopeError:
@@ -128,7 +99,7 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
             "another folder."
         ) from error
     if not hasattr(module, "hf_device_map"):  # spread while it was read
-        module = placed(module, options)
+        module = checkpoints.placed(module, options)
     outputs = outputs_of(module, input_kind)
     task = task_of(module, tokenizer, repository, inputs, outputs)
     return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[input_kind], task=task)
@@ -138,15 +109,13 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
 def _quiet() -> Iterator[None]:
     """Keep transformers' own reports and progress bars from the terminal: what matters in them is raised."""
     reports = transformers.utils.logging
-    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
-    reports.set_verbosity(reports.CRITICAL)
-    reports.disable_progress_bar()
-    try:
+    with ExitStack() as restored:
+        restored.callback(reports.set_verbosity, reports.get_verbosity())
+        if reports.is_progress_bar_enabled():
+            restored.callback(reports.enable_progress_bar)
+        reports.set_verbosity(reports.CRITICAL)
+        reports.disable_progress_bar()
         yield
-    finally:
-        reports.set_verbosity(verbosity)
-        if bars:
-            reports.enable_progress_bar()
 
 
 def _built_in(repository: Repository) -> bool:
@@ -165,11 +134,8 @@ def _config(name: str, repository: Repository, options: LoadOptions) -> Any:
         logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, kind)
         content = {key: value for key, value in content.items() if key != "auto_map"}
     refuse_code(name, "config.json", content)
-    try:
-        return transformers.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
-    except Exception as error:  # of any configuration's checks
-        problem = f"transformers {transformers.__version__} cannot make a model of {name}'s config.json"
-        raise repository.failure(problem, error) from error
+    problem = f"transformers {transformers.__version__} cannot make a model of {name}'s config.json"
+    return repository.read_by(transformers.AutoConfig, problem)
 
 
 def _stored_format(name: str, config: Any, options: LoadOptions) -> tuple[LoadOptions, str]:
@@ -211,7 +177,7 @@ def _kind(name: str, config: Any) -> tuple[Any, Any]:
         kind = encoder if inspect.isclass(encoder) and issubclass(encoder, transformers.PreTrainedModel) else kind
     if config.model_type in _PROMPTED:
         return _kind(name, config.vision_config)
-    if masks(config):
+    if processors.masks(config):
         logger.warning("%s: its mask is left out (mask_ratio %g), and every patch is seen.", name, config.mask_ratio)
         config.mask_ratio = 0.0
     return kind, config
@@ -241,7 +207,7 @@ def input_kind_of(name: str, repository: Repository, kind: Any, data: str | None
             path = Path(data or "")  # without data there is the photograph
             files = [path] if path.is_file() else path.rglob("*")
             images = data is None or any(file.suffix.lower() in suffixes() for file in files)
-            return "prompts" if images and (not reads or has_processor(repository)) else "texts"
+            return "prompts" if images and (not reads or processors.has_processor(repository)) else "texts"
         case "input_ids" if reads:
             return "texts"
         case _ if modalities == {"image", "text"} and is_for(kind.__name__, ("ZERO_SHOT_IMAGE_CLASSIFICATION",)):
@@ -278,23 +244,22 @@ def _preprocessing(
                 return None
             raise
 
-    processor = partial(load_processor, transformers, name, repository)
+    processor = partial(processors.load_processor, transformers, name, repository)
     match input_kind:
         case "texts":
             tokenizer, make = read_tokenizer(), Texts if head_of(kind.__name__) else pairs_or_texts
             return tokenizer, lambda module, options: make(Tokenization(module, config, tokenizer), options)
         case "images":
             images = processor("AutoImageProcessor")
-            return None, lambda module, options: processed_images(images, module, config, options)
+            return None, partial(processors.processed_images, images, config)
         case "recordings":
             importlib.import_module("torchaudio")  # reads recordings: if it is missing, fail before weights are loaded
             extractor, tokenizer = processor("AutoFeatureExtractor"), read_tokenizer() if _has_decoder(kind) else None
-            return tokenizer, lambda module, options: processed_recordings(
-                extractor, tokenizer, module, config, options
-            )
+            return tokenizer, partial(processors.processed_recordings, extractor, tokenizer, config)
     tokenizer = read_tokenizer()  # its errors are clearer than the processor's
-    pairs, both = images_with_texts if input_kind == "images with texts" else prompts, processor("AutoProcessor")
-    return tokenizer, lambda module, options: pairs(both, module, config, options)
+    both = processor("AutoProcessor")
+    pairs = processors.images_with_texts if input_kind == "images with texts" else processors.prompts
+    return tokenizer, partial(pairs, both, config)
 
 
 @dataclass(frozen=True)
@@ -321,10 +286,16 @@ class _Network:
         check_room(self.name, parameters, size, options)
         return replace(self, options=options)
 
-    def fresh(self) -> nn.Module:
-        dtype = {} if self.options.dtype is None else {"dtype": self.options.dtype}
-        module: nn.Module = self.kind._from_config(self.config, **dtype, **self._without_pooler())
-        return module
+    def fresh(self) -> tuple[nn.Module, Provenance]:
+        """Draw random weights, on a GPU if one is requested: billions take minutes on the CPU, whose numbers differ."""
+        options = self.options
+        dtype = {} if options.dtype is None else {"dtype": options.dtype}
+        make = partial(self.kind._from_config, self.config, **dtype, **self._without_pooler())
+        if options.device.type != "cuda" or options.device_map is not None:
+            return make(), Provenance.random(options.seed)
+        with torch.cuda.device(options.device), torch.random.fork_rng([torch.cuda.current_device()]), options.device:
+            torch.cuda.manual_seed(options.seed)
+            return make(), Provenance.random(options.seed, on="GPU")
 
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
@@ -346,11 +317,12 @@ class _Network:
         provenance = repository.provenance(files)
         if self.quantized:
             return module, replace(provenance, description=f"{provenance.description}, quantized by {self.quantized}")
-        return module, with_conversion(provenance, dtypes_of_files(files), dtypes_of(module.state_dict()))
+        before, after = checkpoints.dtypes_of_files(files), checkpoints.dtypes_of(module.state_dict())
+        return module, checkpoints.with_conversion(provenance, before, after)
 
     def from_file(self, path: Path) -> tuple[nn.Module, Provenance]:
         """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""
-        weights = read_state_dict(path)
+        weights = checkpoints.read_state_dict(path)
         module, report = self._loaded(None, f"The weights file {str(path)!r}", state_dict=dict(weights))
         state, prefix = module.state_dict(), f"{module.base_model_prefix}."
         if self.kind.__name__ not in (self.config.architectures or []):  # a head was left out on purpose
@@ -358,8 +330,9 @@ class _Network:
             unexpected = [key for key in report["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in parts]
             report |= {"unexpected_keys": unexpected}
         misfit = f"The weights file {str(path)!r} does not fit {self.name}"
-        _check(report, misfit, not_floating(weights, state, prefix))
-        return module, with_conversion(provenance_of_file(path), dtypes_of(weights), dtypes_of(state))
+        _check(report, misfit, checkpoints.not_floating(weights, state, prefix))
+        before, after = checkpoints.dtypes_of(weights), checkpoints.dtypes_of(state)
+        return module, checkpoints.with_conversion(checkpoints.provenance_of_file(path), before, after)
 
     def _loaded(self, source: Repository | None, text: str, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Return the module, and transformers' report on what did not fit."""
@@ -401,19 +374,10 @@ def _check(report: Mapping[str, Any], misfit: str, wrong: Iterable[str] = ()) ->
         raise ModelError(f"{misfit}: {first_few(misfits)}.")
 
 
-def both_embeddings(result: Any, batch: Batch) -> Tensor:
-    """Return the embeddings of each image and its text, ``(samples, 2 · features)``.
-
-    >>> both_embeddings({"image_embeds": torch.zeros(3, 8), "text_embeds": torch.ones(3, 8)}, Batch()).shape
-    torch.Size([3, 16])
-    """
-    return torch.cat([result["image_embeds"], result["text_embeds"]], dim=-1)
-
-
 def outputs_of(module: nn.Module, input_kind: InputKind) -> Outputs:
     """Return the reader of the outputs: by the head, if it is a supported one."""
-    if input_kind == "images with texts":
-        return Outputs("tensor", both_embeddings)
+    if input_kind == "images with texts":  # embeddings of each image and its text: (samples, 2 · features)
+        return Outputs("tensor", lambda result, batch: torch.cat([result["image_embeds"], result["text_embeds"]], -1))
     if head := head_of(type(module).__name__):
         return Outputs(head)
     frames = hasattr(module, "_get_feat_extract_output_lengths") and not _has_decoder(module)

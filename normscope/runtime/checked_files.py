@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from operator import methodcaller
@@ -12,10 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from normscope.errors import DataError
-from normscope.runtime.files import whole_file, write_tensors
+from normscope.runtime.files import whole_file
 
 HEADER, _CHECKSUMS = "normscope", "crc32"
 _DAMAGES = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, BufferError)
@@ -23,20 +26,28 @@ _AGAIN = "write it again"
 
 
 def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write one file, whole or not at all.
+    """Write one file, whole or not at all; UsageError if the system cannot write it there.
 
-    Args:
-        path: the file; a previous one stays until the new one is whole.
-        header: JSON with ``format`` (``normscope-KIND``) and ``version``.
-        tensors: by name, contiguous, on the CPU, no two in the same memory.
-
-    Raises:
-        UsageError: if the system cannot write it there.
+    ``header`` is JSON with ``format`` (``normscope-KIND``) and ``version``. Tensors are contiguous, on the CPU, and no
+    two in the same memory.
     """
     text = _as_text({**header, _CHECKSUMS: _checksums(header, tensors)})
     # Under one key: safetensors writes several in any order, and equal captures would make different files.
     with whole_file(path) as partial:
         write_tensors(tensors, partial, {HEADER: text})
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file, in a block of :func:`whole_file` or :func:`whole_folder`.
+
+    Raises:
+        OSError: if the system refuses; safetensors itself raises another error.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        named = re.search(r"\(os error (\d+)\)", str(error))
+        raise (OSError(int(named[1]), os.strerror(int(named[1]))) if named else OSError(str(error))) from error
 
 
 def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -16,23 +16,19 @@ from numba.core import event
 
 from normscope.runtime.progress import report
 
-_modules: set[str] = set()  # of this package, with loops
-
 
 def compiled(fastmath: set[str] | bool = False, *, within: bool = False) -> Any:
     """Return a decorator: numba compiles the function at its first call, and caches the result on disk.
 
-    Args:
-        fastmath: assumptions of the compiler about float arithmetic, by LLVM's names; none by default.
-        within: True if only compiled functions call it. It then needs no wrapper for Python, which takes a fifth of
-            the compilation, and is cached with its callers.
+    ``fastmath`` contains assumptions of the compiler about float arithmetic, by LLVM's names. A function ``within``
+    others is called by compiled functions alone. It needs no wrapper for Python, which takes a fifth of the
+    compilation, and is cached with its callers.
     """
     options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     if within:
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
     def decorate(function: Any) -> Any:
-        _modules.add(function.__module__)
         if within:
             return njit(**options)(function)
         try:
@@ -51,7 +47,9 @@ class _Compiling(event.Listener):
     def on_start(self, happened: event.Event) -> None:
         if self._is_ours(happened):
             if not self._depth:
-                self._stage = _compiling(happened.data["dispatcher"])
+                cached = happened.data["dispatcher"].stats.cache_path is not None
+                how_often = "once on this machine" if cached else "in every process, as no folder can keep them"
+                self._stage = f"compiling loops for this CPU ({how_often}, a few seconds) …"
                 report(self._stage, 0, 1)
             self._depth += 1
 
@@ -63,16 +61,10 @@ class _Compiling(event.Listener):
 
     def _is_ours(self, happened: event.Event) -> bool:
         function = getattr(happened.data.get("dispatcher"), "py_func", None)
-        return getattr(function, "__module__", "") in _modules
+        return getattr(function, "__module__", "").startswith("normscope.")
 
 
 event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
-
-
-def _compiling(loop: Any) -> str:
-    cached = loop.stats.cache_path is not None
-    how_often = "once on this machine" if cached else "in every process, as there is no folder to keep them in"
-    return f"compiling loops for this CPU ({how_often}, a few seconds) …"
 
 
 @functools.cache

@@ -8,15 +8,10 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from normscope.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 CHECKPOINT = ".checkpoint"  # suffix of the folder that an unfinished capture keeps beside its file
@@ -29,27 +24,20 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         UsageError: if the system cannot write the file there.
     """
-    partial = None
-    try:
+    with _reporting(path):
         target = _target(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
-        os.close(handle)
-        partial = Path(name)
-        yield partial
-        _settle(partial)
-        partial.replace(target)
-        partial = None
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        with _folder_beside(target) as aside:
+            partial = aside / target.name
+            yield partial
+            _settle(partial)
+            partial.replace(target)
 
 
 def check_writable(path: Path) -> None:
     """Raise the UsageError of :func:`whole_file` before the work; leave nothing behind."""
-    _check(path, lambda: _target(path))
+    with _reporting(path):
+        _check(_target(path))
 
 
 @contextlib.contextmanager
@@ -62,12 +50,11 @@ def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ())
     Raises:
         UsageError: if it cannot be written there, or if other files would be lost.
     """
-    try:
+    with _reporting(path):
         target = _target_folder(path, files, also)
         target.parent.mkdir(parents=True, exist_ok=True)
-        around = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True)
-        with around as aside:
-            partial, old = Path(aside, "new"), Path(aside, "old")
+        with _folder_beside(target) as aside:
+            partial, old = aside / "new", aside / "old"
             partial.mkdir()
             yield partial
             for file in partial.iterdir():
@@ -79,40 +66,35 @@ def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ())
             finally:
                 if old.exists() and not target.exists():  # also after an interruption
                     old.rename(target)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
 
 
 def check_folder_writable(path: Path, files: Collection[str], also: Collection[str] = ()) -> None:
     """Raise the UsageError of :func:`whole_folder` before the work; leave nothing behind."""
-    _check(path, lambda: _target_folder(path, files, also))
+    with _reporting(path):
+        _check(_target_folder(path, files, also))
 
 
-def _check(path: Path, target_of: Callable[[], Path]) -> None:
+def _check(target: Path) -> None:
+    # A missing folder is not created, as another process might rely on it and lose it again.
+    above = next(folder for folder in target.parents if folder.exists())
+    with _folder_beside(above / target.name):
+        pass
+
+
+@contextlib.contextmanager
+def _reporting(path: Path) -> Iterator[None]:
     try:
-        target = target_of()
-        # A missing folder is not created, as another process might rely on it and lose it again.
-        above = next(folder for folder in target.parents if folder.exists())
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=above):
-            pass
+        yield
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write one safetensors file, in a block of :func:`whole_file` or :func:`whole_folder`.
-
-    Raises:
-        OSError: if the system refuses; safetensors itself raises another error.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), path, metadata=dict(metadata))
-    except SafetensorError as error:
-        named = re.search(r"\(os error (\d+)\)", str(error))
-        raise (OSError(int(named[1]), os.strerror(int(named[1]))) if named else OSError(str(error))) from error
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
 
 
 def _settle(file: Path) -> None:
@@ -164,10 +146,6 @@ def _target(path: Path) -> Path:
         # Replacing it would remove a device, a pipe or a socket in use.
         raise UsageError(f"Cannot write {path}: it exists, and is no regular file. Name a file.")
     return target
-
-
-def _cannot_write(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"Cannot write {path}: {error.strerror or error}.")
 
 
 def visible(text: str) -> str:

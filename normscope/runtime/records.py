@@ -197,9 +197,3 @@ def _numbers(document: Any) -> Iterator[int | float]:
             yield from _numbers(entry)
     elif isinstance(document, (int, float)):
         yield document
-
-
-def is_shape(sizes: Iterable[int]) -> bool:
-    """True for sizes of at least one axis, all positive, whose product fits into 64 bits."""
-    sizes = tuple(sizes)
-    return sizes != () and min(sizes) > 0 and math.prod(sizes) < 2**63

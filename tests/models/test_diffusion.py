@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
 from normscope.loading import load
-from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED
+from normscope.models.diffusion import _PUBLISHED
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
 TINY |= {"out_channels": 8, "num_embeds_ada_norm": 5}
@@ -58,7 +58,10 @@ def test_a_folder_of_the_transformer_alone(tmp_path):
     model = loaded(tmp_path)
     assert torch.equal(parameters(model.module), parameters(tiny_dit()))
     assert "guidance 4, with the noise schedule of DiT-XL/2)" in model.inputs.description
-    assert {key: model.inputs.scheduler.config[key] for key in _DIT_SCHEDULER} == _DIT_SCHEDULER
+    # scheduler_config.json of facebook/DiT-XL-2-256
+    published = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
+    published |= {"prediction_type": "epsilon", "clip_sample": False}
+    assert {key: model.inputs.scheduler.config[key] for key in published} == published
 
 
 def as_torch_checkpoint(pipeline):

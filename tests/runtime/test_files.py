@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import normscope
 from normscope.errors import UsageError
+from normscope.runtime.checked_files import write_tensors
 from normscope.runtime.files import (
     check_folder_writable,
     check_writable,
     file_stem,
     whole_file,
     whole_folder,
-    write_tensors,
 )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions
-from normscope.models.diffusion import dit_inputs, loaded_dit, scheduler_of
+from normscope.models.diffusion import dit_inputs, loaded_model, scheduler_of
 from normscope.models.weights.checkpoints import load_embedded
 
 _TRAJECTORIES = 64
@@ -22,12 +23,11 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     module, provenance, facts = load_embedded(
         name, options, lambda facts: DiTTransformer2DModel(**facts["config"]), trained_on="scikit-learn's digits"
     )
-    default = {"guidance": 1.0, "trajectories": _TRAJECTORIES}
-    inputs = dit_inputs(facts["config"], scheduler_of(name, facts["scheduler"]), options, default)
-    loaded = loaded_dit(name, module, inputs(module), provenance)
+    inputs_of = partial(
+        dit_inputs, facts["config"], scheduler_of(name, facts["scheduler"]), guidance=1.0, trajectories=_TRAJECTORIES
+    )
+    calibration = None
     if options.data is None:
         timesteps = _CALIBRATION_TIMESTEPS if options.timesteps is None else options.timesteps
-        following = replace(options, seed=options.seed + 1, timesteps=timesteps)
-        scheduler = scheduler_of(name, facts["scheduler"])
-        loaded.calibration = dit_inputs(facts["config"], scheduler, following, default)(module)
-    return loaded
+        calibration = inputs_of(replace(options, seed=options.seed + 1, timesteps=timesteps))
+    return loaded_model(name, module, inputs_of(options), provenance, calibration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normscope.inputs.batch import Sample
-from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.dataset import InMemory
+from normscope.models.inputs.dataset import InMemory, InputDataset
 from normscope.models.inputs.images import class_task, image_inputs
 from normscope.models.weights.checkpoints import load_embedded, read_embedded
 
@@ -88,7 +89,8 @@ class _Block(nn.Module):
         self.attn = _Attention(width, heads)
         self.ls1 = _LayerScale(width, init_values)
         self.norm2 = nn.LayerNorm(width, eps=_EPS)
-        self.mlp = _Mlp(width, 4 * width)
+        layers = {"fc1": nn.Linear(width, 4 * width), "act": nn.GELU(), "fc2": nn.Linear(4 * width, width)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
         self.ls2 = _LayerScale(width, init_values)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,29 +124,17 @@ class _LayerScale(nn.Module):
         return x * self.gamma
 
 
-class _Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc2(self.act(self.fc1(x)))
-        return result
-
-
 def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT with digits that were held out from its training, and its training digits to learn from."""
     module, provenance, _ = load_embedded(
         name, options, lambda facts: network_of(facts["config"]), trained_on="scikit-learn's digits"
     )
-    inputs = _digit_inputs(options)
     if options.data is not None:
-        task = class_task(inputs, _DIGITS)
-        return LoadedModel(name, module, inputs, provenance, Outputs("classes"), task=task)
+        images = _images(options)
+        return LoadedModel(name, module, images, provenance, Outputs("classes"), task=class_task(images, _DIGITS))
+    digits = _digits("digits", "held-out digits", "demo_vit", options)
     training = _digits("calibration", "digits of demo_vit's training", "demo_vit training", options)
-    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), training, task=Task("top-1"))
+    return LoadedModel(name, module, digits, provenance, Outputs("classes"), training, task=Task("top-1"))
 
 
 def network_of(config: Mapping[str, Any]) -> VisionTransformer:
@@ -152,9 +142,7 @@ def network_of(config: Mapping[str, Any]) -> VisionTransformer:
     return VisionTransformer(**{key: value for key, value in config.items() if key not in _POOLING})
 
 
-def _digit_inputs(options: LoadOptions) -> Inputs:
-    if options.data is None:
-        return _digits("digits", "held-out digits", "demo_vit", options)
+def _images(options: LoadOptions) -> InputDataset:
     _, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
     scale, offset = pixels_to_input["scale"], pixels_to_input["offset"]
 
@@ -172,9 +160,8 @@ def _digits(file: str, noun: str, data: str, options: LoadOptions) -> InMemory:
     digits, pixels_to_input, _ = read_embedded(f"demo_vit_{file}.safetensors")
     images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
     samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
-    inputs = InMemory(list(images), samples, f"{len(images):,} {noun}", options)
-    inputs.normalized_by = _normalized_by(pixels_to_input)
-    return inputs
+    normalized_by = _normalized_by(pixels_to_input)
+    return InMemory(list(images), samples, f"{len(images):,} {noun}", options, normalized_by=normalized_by)
 
 
 def _normalized_by(pixels_to_input: Mapping[str, float]) -> Normalized:

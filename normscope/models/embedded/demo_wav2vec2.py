@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import soundfile
 import torch
-from torch import Tensor
 from torchaudio.models import wav2vec2_model
 
 from normscope.inputs.batch import Sample
@@ -35,35 +32,22 @@ def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
         inputs = audio_inputs(audio_format(module, facts["sample_rate"]), options)
         return LoadedModel(name, module, inputs, provenance, outputs_of(module), task=NO_TRANSCRIPTS)
     task = Task("words", letters="".join(facts["labels"]))
-    words, training = _held_out_words(options), _training_words(options)
+    words = _words("words", "held-out words", _NAME, options)
+    training = _words("calibration", "words", f"{_NAME} training", options, f" of {_NAME}'s training")
     return LoadedModel(name, module, words, provenance, outputs_of(module), training, task=task)
 
 
-def _held_out_words(options: LoadOptions) -> InMemory:
-    clips, facts, _ = read_embedded(f"{_NAME}_words.safetensors")
-    waveforms = (clips["waveforms"].float() * facts["scale"]).split(clips["lengths"].tolist())
-    total = f"{len(waveforms)} held-out words of {len(facts['voices'])} synthetic voices"
-    return _words(waveforms, clips["speakers"], facts, total, _NAME, options)
-
-
-def _training_words(options: LoadOptions) -> InMemory:
-    clips, facts, _ = read_embedded(f"{_NAME}_calibration.safetensors")
-    loudest_is_one, _ = soundfile.read(io.BytesIO(clips["flac"].numpy().tobytes()), dtype="float32")
-    words = torch.split(torch.from_numpy(loudest_is_one), clips["lengths"].tolist())
-    waveforms = [word * peak for word, peak in zip(words, clips["peaks"], strict=True)]
-    total = f"{len(waveforms)} words of {len(facts['voices'])} synthetic voices of {_NAME}'s training"
-    return _words(waveforms, clips["speakers"], facts, total, f"{_NAME} training", options)
-
-
-def _words(
-    waveforms: Sequence[Tensor],
-    speakers: Tensor,
-    facts: Mapping[str, Any],
-    total: str,
-    data: str,
-    options: LoadOptions,
-) -> InMemory:
+def _words(file: str, noun: str, data: str, options: LoadOptions, of: str = "") -> InMemory:
     """Return spoken words, one a batch; each voice is a source, and the word itself the label."""
-    spoken = zip(speakers.tolist(), facts["words"], strict=True)
+    clips, facts, _ = read_embedded(f"{_NAME}_{file}.safetensors")
+    lengths = clips["lengths"].tolist()
+    if "flac" in clips:
+        loudest_is_one, _ = soundfile.read(io.BytesIO(clips["flac"].numpy().tobytes()), dtype="float32")
+        words = torch.split(torch.from_numpy(loudest_is_one), lengths)
+        waveforms = [word * peak for word, peak in zip(words, clips["peaks"], strict=True)]
+    else:
+        waveforms = list(torch.split(clips["waveforms"].float() * facts["scale"], lengths))
+    spoken = zip(clips["speakers"].tolist(), facts["words"], strict=True)
     samples = [Sample(facts["voices"][voice], voice, i, data, word) for i, (voice, word) in enumerate(spoken)]
+    total = f"{len(waveforms)} {noun} of {len(facts['voices'])} synthetic voices{of}"
     return InMemory(waveforms, samples, total, options, one_by_one=True)

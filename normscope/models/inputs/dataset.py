@@ -34,19 +34,12 @@ Content = Tensor | Batch | tuple[Tensor | Batch, int]
 
 @dataclass(frozen=True)
 class Item:
-    """One input as a dataset reads it.
-
-    Attributes:
-        number: of the input.
-        content: what :meth:`InputDataset.batches` collates; None if unreadable.
-        cut: number of its truncated samples.
-        unreadable: its name and the reason; empty if it could be read.
-    """
+    """One input as a dataset reads it."""
 
     number: int
-    content: Any = None
-    cut: int = 0
-    unreadable: str = ""
+    content: Any = None  # what InputDataset.batches collates; None if unreadable
+    cut: int = 0  # number of its truncated samples
+    unreadable: str = ""  # its name and the reason; empty if it could be read
 
 
 class InputDataset(Inputs, Dataset[Item]):
@@ -55,14 +48,11 @@ class InputDataset(Inputs, Dataset[Item]):
     Attributes:
         order: numbers of the selected inputs, in order.
         batch_size: number of inputs that are read together.
-        in_memory: True if reading is no work for another process.
-        noun: of one input, in errors.
-        read_as: clause on how it is read, in errors.
     """
 
-    in_memory = False
-    noun = "input"
-    read_as = ""
+    reads_files = False  # in other processes, ahead of the network
+    noun = "input"  # in errors
+    read_as = ""  # in errors: a clause on how an input is read
 
     def __init__(
         self,
@@ -183,7 +173,8 @@ class InputDataset(Inputs, Dataset[Item]):
 
         DataError if a worker ends early.
         """
-        n_workers = 0 if self.in_memory else number_of_workers(self._options, -(-len(self.order) // self.batch_size))
+        n_chunks = -(-len(self.order) // self.batch_size)
+        n_workers = number_of_workers(self._options, n_chunks) if self.reads_files else 0
         with warnings.catch_warnings():
             # More workers than cores, as the user asked for.
             warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -216,8 +207,6 @@ class InputDataset(Inputs, Dataset[Item]):
 class InMemory(InputDataset):
     """Samples that are kept in memory."""
 
-    in_memory = True
-
     def __init__(
         self, contents: Sequence[Content], samples: Sequence[Sample], of: str, options: LoadOptions, **described: Any
     ) -> None:
@@ -241,6 +230,7 @@ class Files(InputDataset):
         classes: class number of each sub-folder of the root, if known.
     """
 
+    reads_files = True
     noun = "file"
 
     def __init__(

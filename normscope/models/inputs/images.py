@@ -41,12 +41,8 @@ def image_inputs(
 ) -> InputDataset:
     """Return the images at ``options.data``, or crops of the installed photographs where it is None.
 
-    Args:
-        transform: from an image to a float32 tensor ``(channels, height, width)``, or to a processor's batch of one.
-        options: select images.
-        mode: PIL mode that images are converted to first: ``RGB`` or ``L``.
-        remarks: further remarks in the description of files.
-        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
+    ``transform`` makes a float32 tensor ``(channels, height, width)``, or a processor's batch of one, of an image in
+    PIL's ``mode``: ``RGB`` or ``L``. ``remarks`` are in the description of files.
     """
     if options.data is None:
         images, samples, total = crops_of_photographs(mode, options)

@@ -62,12 +62,7 @@ def load_processor(library: Any, name: str, repository: Repository, automatic: A
         refuse_code(name, filename, repository.json(filename))
     if whole:
         repository.file(_TEMPLATE)
-    try:
-        return getattr(library, automatic).from_pretrained(
-            repository.name, trust_remote_code=False, **repository.where()
-        )
-    except Exception as error:  # of any processor, and of what it imports
-        raise repository.failure(f"The processor of {name} cannot be loaded", error) from error
+    return repository.read_by(getattr(library, automatic), f"The processor of {name} cannot be loaded")
 
 
 def arguments(processed: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
@@ -85,7 +80,7 @@ def masks(config: Any) -> bool:
     return bool(config.model_type == "vit_mae")
 
 
-def processed_images(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
+def processed_images(processor: Any, config: Any, module: nn.Module, options: LoadOptions) -> Inputs:
     """Return the images at ``options.data``, or crops of photographs, as an image processor makes them."""
     pads = getattr(processor, "do_pad", False) and getattr(processor, "pad_size", None)
     remarks = ("padded to squares, and what pads them counts",) if pads else ()
@@ -117,7 +112,7 @@ def _normalized_by(processor: Any) -> Normalized | None:
     return tuple(processor.image_mean), tuple(processor.image_std)
 
 
-def images_with_texts(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
+def images_with_texts(processor: Any, config: Any, module: nn.Module, options: LoadOptions) -> Inputs:
     """Return images with texts for a network that encodes them separately: CLIP, SigLIP.
 
     Texts are cut at what the network reads. Only where it was trained on padded texts are they padded, and the padding
@@ -145,7 +140,7 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
     return _pairs(prepared, processor, options, cut_to=f"{longest} tokens")
 
 
-def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
+def prompts(processor: Any, config: Any, module: nn.Module, options: LoadOptions) -> Inputs:
     """Return images with texts as one prompt, for a network that reads an image as tokens among others: LLaVA, Qwen-VL.
 
     The prompt is what the processor's chat template makes of one image and one text, or the image's token before the
@@ -173,20 +168,14 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
 
 
 def _pairs(
-    prepared: Callable[[Image.Image, str], Content],
-    processor: Any,
-    options: LoadOptions,
-    *,
-    cut_to: str,
-    one_by_one: bool = False,
+    prepared: Callable[[Image.Image, str], Content], processor: Any, options: LoadOptions, **described: Any
 ) -> Inputs:
-    """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page."""
-    described: dict[str, Any] = {
-        "one_by_one": one_by_one,
-        "cut_to": cut_to,
-        "normalized_by": _normalized_by(getattr(processor, "image_processor", None)),
-        "words": partial(words_of, processor.tokenizer),
-    }
+    """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page.
+
+    ``described`` are keyword arguments of :class:`InputDataset`.
+    """
+    described["normalized_by"] = _normalized_by(getattr(processor, "image_processor", None))
+    described["words"] = partial(words_of, processor.tokenizer)
     if options.data is None:
         crops, samples, total = crops_of_photographs("RGB", options)
         pairs = list(map(prepared, crops, lines_of_page(len(crops))))
@@ -203,7 +192,7 @@ def _pairs(
 
 
 def processed_recordings(
-    extractor: Any, tokenizer: Any, module: nn.Module, config: Any, options: LoadOptions
+    extractor: Any, tokenizer: Any, config: Any, module: nn.Module, options: LoadOptions
 ) -> Inputs:
     """Return the recordings at ``options.data``, or the synthetic utterances, as a feature extractor makes them.
 

@@ -8,6 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -39,10 +40,12 @@ class Tokenization:
         pad_id: token id of padding.
         multiple: divisor of the number of positions.
         remarks: for the description.
+        words: from token ids to their texts.
     """
 
     def __init__(self, module: Any, config: Any, tokenizer: Any) -> None:
         self._tokenizer, self._encodes_and_decodes = tokenizer, config.is_encoder_decoder
+        self.words = partial(words_of, tokenizer)
         try:
             self._vocabulary: int | None = len(module.get_input_embeddings().weight)
         except NotImplementedError:  # CANINE hashes, and has no table of embeddings
@@ -75,9 +78,6 @@ class Tokenization:
         check_tokens(tokens, self._vocabulary)
         return tokens, cut
 
-    def words(self, ids: Sequence[int]) -> list[str]:
-        return words_of(self._tokenizer, ids)
-
     def padded(self, rows: Sequence[Sequence[int]]) -> Batch:
         """Put the token ids of texts into one batch without samples, padded on the right to the longest of them."""
         longest = max(len(tokens) for tokens in rows)
@@ -95,6 +95,8 @@ class Tokenization:
 
 class _Tokenized(InputDataset):
     """Inputs of one or more texts each."""
+
+    reads_files = True
 
     def __init__(self, tokenization: Tokenization, total: int, options: LoadOptions, **described: Any) -> None:
         self._tokenization = tokenization
@@ -203,10 +205,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository) -> Any:
     if paths[-1] is None:
         raise ModelError(f"{repository.name!r} contains no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
-    try:
-        return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
-    except Exception as error:  # of tokenizers, of transformers
-        raise repository.failure(f"The tokenizer of {name} cannot be loaded", error) from error
+    return repository.read_by(library.AutoTokenizer, f"The tokenizer of {name} cannot be loaded")
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -34,15 +33,10 @@ _TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a si
 
 
 def select_timesteps(visited: Sequence[int], request: str | int | None = None) -> list[int]:
-    """Return timesteps of a trajectory, in its order, each once.
+    """Return some of the timesteps that a trajectory visits, in its order, each once; or UsageError.
 
-    Args:
-        visited: the timesteps of the trajectory, in its order.
-        request: a lone number for that many of them, evenly along the trajectory, its ends included; timesteps
-            separated by commas (``"980,"`` for one); None for 4.
-
-    Raises:
-        UsageError: if ``request`` is neither, or names a timestep that the trajectory does not visit.
+    ``request`` is a lone number for that many of them, evenly along the trajectory, its ends included; or timesteps
+    separated by commas (``"980,"`` for one); or None for 4.
 
     >>> select_timesteps(range(980, -1, -20)), select_timesteps(range(980, -1, -20), "0,980,500")
     ([980, 660, 320, 0], [980, 500, 0])
@@ -106,35 +100,49 @@ class Trajectories(InputDataset):
     latents are requested, and its latents are kept. Tiny latents are walked in larger batches.
 
     Attributes:
-        module: transformer that makes the trajectories and is run on them.
+        module: transformer that makes the trajectories and is run on them; to be set once its weights are loaded.
         scheduler: of training, with its timesteps set.
         noise: starts of the trajectories: float32 ``(trajectories, channels, height, width)``, on the CPU.
         labels: int64 ``(trajectories,)``.
         timesteps: at which to run the module, in the order of the trajectory.
     """
 
-    in_memory = True
+    module: nn.Module
 
     def __init__(
         self,
-        module: nn.Module,
+        space: LatentSpace,
         scheduler: DDIMScheduler,
-        noise: Tensor,
-        labels: Tensor,
-        null_class: int,
-        guidance: float,
-        timesteps: Sequence[int],
         options: LoadOptions,
+        *,
+        guidance: float,
+        trajectories: int,
+        steps: Sequence[int] = (STEPS,),
         remark: str = "",
     ) -> None:
-        """Start from noise; ``null_class`` is the label of no class, and a ``guidance`` of 1 runs no latent twice."""
-        super().__init__(len(noise), options)
-        self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
-        self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
-        self._runs = 1 if guidance == 1 else 2  # of each latent
+        """Draw noise and labels under ``options.seed``; UsageError if an option is wrong.
+
+        Labels go through all classes, in a random order, before one recurs. The noise is what DiTPipeline draws for
+        each image from one generator of that seed.
+
+        ``guidance`` is the default of ``options.guidance``, ``trajectories`` their number before ``options.limit``. Of
+        the numbers of ``steps``, the first that visits the requested timesteps is taken.
+        """
+        super().__init__(trajectories, options)
+        self._guidance = guidance if options.guidance is None else float(options.guidance)
+        if not (math.isfinite(self._guidance) and self._guidance >= 1):
+            raise UsageError(f"The guidance is {self._guidance:g}; it has to be 1, for none, or more.")
+        self.scheduler, self.timesteps = scheduler, chosen_timesteps(scheduler, options, steps)
+        generator = torch.Generator().manual_seed(options.seed)
+        shape = (space.channels, space.size, space.size)
+        self.noise = torch.stack([torch.randn(shape, generator=generator) for _ in range(trajectories)])
+        order = torch.randperm(space.classes, generator=torch.Generator().manual_seed(options.seed))
+        self.labels = order[torch.arange(trajectories) % len(order)]
+        self._null_class, self._remark = space.classes, remark
+        self._runs = 1 if self._guidance == 1 else 2  # of each latent
         self.batch_size = max(1, options.batch_size // self._runs)  # both samples of a guided latent are in one batch
         self._visited: list[int] = scheduler.timesteps.tolist()
-        self._n_steps = self._visited.index(timesteps[-1])
+        self._n_steps = self._visited.index(self.timesteps[-1])
         self._latents: dict[int, Tensor] = {}  # of a trajectory: (timesteps, channels, height, width)
         self._progress: StageProgress | None = None
 
@@ -239,43 +247,6 @@ class Trajectories(InputDataset):
         return Sample(f"trajectory {trajectory}", trajectory, index, data=f"DDIM from seed {self._options.seed}")
 
 
-def from_noise(
-    space: LatentSpace,
-    scheduler: DDIMScheduler,
-    options: LoadOptions,
-    *,
-    guidance: float,
-    trajectories: int,
-    steps: Sequence[int] = (STEPS,),
-    remark: str = "",
-) -> Callable[[nn.Module], Trajectories]:
-    """Return a function from a module to its trajectories under ``options.seed``.
-
-    Their labels go through all classes, in a random order, before one recurs. Their noise is what DiTPipeline draws
-    for each image from one generator of that seed.
-
-    ``guidance`` is the default of ``options.guidance``, ``trajectories`` their number before ``options.limit``. Of the
-    numbers of ``steps``, the first that visits the requested timesteps is taken. UsageError if an option is wrong.
-    """
-    guidance = guidance if options.guidance is None else float(options.guidance)
-    if not (math.isfinite(guidance) and guidance >= 1):
-        raise UsageError(f"The guidance is {guidance:g}; it has to be 1, for none, or more.")
-    order = torch.randperm(space.classes, generator=torch.Generator().manual_seed(options.seed))
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (space.channels, space.size, space.size)
-    return partial(
-        Trajectories,
-        scheduler=scheduler,
-        noise=torch.stack([torch.randn(shape, generator=generator) for _ in range(trajectories)]),
-        labels=order[torch.arange(trajectories) % len(order)],
-        null_class=space.classes,
-        guidance=guidance,
-        timesteps=chosen_timesteps(scheduler, options, steps),
-        options=options,
-        remark=remark,
-    )
-
-
 def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Sequence[Sample]) -> Batch:
     """Return one forward pass of a DiT: latents ``(samples, channels, height, width)``, labels int64 ``(samples,)``."""
     arguments = {
@@ -305,8 +276,6 @@ class NoisedLatents(InputDataset):
     Each latent runs once at each timestep, with its own class or the null class. It has one noise for all timesteps,
     which follows from the seed and from the latent's number in its file.
     """
-
-    in_memory = True
 
     def __init__(self, path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> None:
         """Read a file.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, first_few
 from normscope.inputs.loaded_model import LoadOptions, Provenance
+from normscope.models.weights.devices import spread
 from normscope.runtime.files import sha256_of
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -154,23 +155,16 @@ def with_weights(
     build: Callable[[], nn.Module],
     pretrained: Callable[[], tuple[nn.Module, Provenance]],
     from_file: Callable[[nn.Module, Path, str], Provenance] = load_file,
-    on_gpu: bool = False,
 ) -> tuple[nn.Module, Provenance]:
     """Make the module with the weights that ``options.weights`` asks for.
 
     ``build`` makes it with fresh weights, ``pretrained`` with the published ones, and ``from_file`` loads a file's into
-    a fresh module. With ``on_gpu``, random weights are drawn there if a GPU is requested: billions take minutes on the
-    CPU, whose numbers differ.
+    a fresh module.
     """
     with seeded(options.seed):
         match options.weights:
             case "pretrained":
                 return pretrained()
-            case "random" if on_gpu and options.device.type == "cuda" and options.device_map is None:
-                gpu = options.device
-                with torch.cuda.device(gpu), torch.random.fork_rng([torch.cuda.current_device()]), gpu:
-                    torch.cuda.manual_seed(options.seed)
-                    return build(), Provenance.random(options.seed, on="GPU")
             case "random":
                 return build(), Provenance.random(options.seed)
             case file:
@@ -205,11 +199,10 @@ def ready(
 
 def placed(module: nn.Module, options: LoadOptions) -> nn.Module:
     """Put a module into eval mode and onto the requested device, or spread it over several."""
+    module.eval()
     if options.device_map is None:
-        return nn.Module.to(module.eval(), options.device)
-    from normscope.models.weights.devices import spread
-
-    return spread(module.eval(), options.device)
+        return nn.Module.to(module, options.device)
+    return spread(module, options.device)
 
 
 def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:

@@ -8,8 +8,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import torch
@@ -154,12 +153,8 @@ def device_names(module: nn.Module) -> list[str]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress warnings of libraries that load weights: normscope reports the placement and the dtypes."""
-    logger: Any = logging.getLogger("accelerate")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    accelerate = logging.getLogger("accelerate")
+    with ExitStack() as restored, warnings.catch_warnings(action="ignore"):
+        restored.callback(accelerate.setLevel, accelerate.level)
+        accelerate.setLevel(logging.ERROR)
+        yield

@@ -10,14 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import (
-    _CACHED_NO_EXIST,
-    constants,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+import huggingface_hub
+from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from normscope.errors import ModelError, first_few, first_line
@@ -89,10 +83,10 @@ def fetch(repo: str, filename: str, commit: str | None = None) -> tuple[Path, st
     try:
         if commit is None:  # one question with a deadline; a download retries for 20 s where nobody answers
             timeout = constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else DEADLINE
-            get_hf_file_metadata(hf_hub_url(repo, filename), timeout=timeout)
-        path = hf_hub_download(repo, filename, revision=commit)
+            huggingface_hub.get_hf_file_metadata(hf_hub_url(repo, filename), timeout=timeout)
+        path = huggingface_hub.hf_hub_download(repo, filename, revision=commit)
     except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
-        cached = try_to_load_from_cache(repo, filename, revision=commit)
+        cached = huggingface_hub.try_to_load_from_cache(repo, filename, revision=commit)
         reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         if not isinstance(cached, str):
             settings = () if filename.endswith(".safetensors") else ("demo_vit", f"a folder in place of {repo}")
@@ -114,17 +108,11 @@ def copy_of(repo: str) -> Path:
 
 @dataclass
 class Repository:
-    """A folder, or a repository of the hub, whose files are fetched one by one, all of one commit.
+    """A folder, or a repository of the hub, whose files are fetched one by one, all of one commit."""
 
-    Attributes:
-        name: path of the folder, or OWNER/NAME on the hub.
-        commit: of the files that were fetched so far; empty for a folder.
-        copied: OWNER/NAME on the hub of what the folder is a copy of; empty for any other.
-    """
-
-    name: str
-    commit: str = field(default="", init=False)
-    copied: str = field(default="", init=False)
+    name: str  # path of the folder, or OWNER/NAME on the hub
+    commit: str = field(default="", init=False)  # of the files that were fetched so far; empty for a folder
+    copied: str = field(default="", init=False)  # OWNER/NAME on the hub of what the folder is a copy of
 
     def __post_init__(self) -> None:
         """Identify a folder, a repository or its copy; ModelError if it is none of them."""
@@ -160,7 +148,8 @@ class Repository:
         if self.is_folder:
             path = Path(self.name, filename)
             return path if path.is_file() else None
-        if self.commit and try_to_load_from_cache(self.name, filename, revision=self.commit) is _CACHED_NO_EXIST:
+        cached = self.commit and huggingface_hub.try_to_load_from_cache(self.name, filename, revision=self.commit)
+        if cached is huggingface_hub._CACHED_NO_EXIST:
             return None
         try:
             path, self.commit = fetch(self.name, filename, self.commit or None)
@@ -222,6 +211,13 @@ class Repository:
     def where(self) -> dict[str, Any]:
         """Return the keyword arguments that make ``from_pretrained`` read these very files, and ask no hub."""
         return {"local_files_only": True, **({"revision": self.commit} if self.commit else {})}
+
+    def read_by(self, automatic: Any, problem: str) -> Any:
+        """Let an automatic class of transformers read these files, without code of theirs; errors are a ``problem``."""
+        try:
+            return automatic.from_pretrained(self.name, trust_remote_code=False, **self.where())
+        except Exception as error:  # of any configuration, tokenizer or processor, and of what it imports
+            raise self.failure(problem, error) from error
 
     def failure(self, problem: str, error: Exception) -> ModelError:
         """Return a library's own error as a sentence, with a remedy for damage where the hub's cache is read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 from normscope.curves.expressions import curve_from
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, count, unknown
-from normscope.runtime.records import converted, is_shape
+from normscope.runtime.records import converted
 from normscope.swaps import standalone
 from normscope.swaps.start import RMS_NORM
 
@@ -177,7 +178,8 @@ def _record(document: Mapping[str, Any], folder: Path) -> SwapRecord:
                 "swap again, or use the normscope that wrote it."
             )
         shape, axis = site.normalized_shape, site.channel_axis
-        if not is_shape(shape) or len(shape) > _MOST_AXES or not -_MOST_AXES <= axis < _MOST_AXES:
+        is_shape = min(shape, default=0) > 0 and math.prod(shape) < 2**63 and len(shape) <= _MOST_AXES
+        if not is_shape or not -_MOST_AXES <= axis < _MOST_AXES:
             raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
         if site.keeps not in ("all", "channels_last", "to_channels_last", "none"):
             raise ValueError(f"the keeps of {site.name} is {site.keeps!r:.60}")

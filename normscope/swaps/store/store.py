@@ -23,7 +23,8 @@ from normscope.errors import ModelError, UsageError, first_few
 from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.norms.recognition import ancestor_kind, kind_of
 from normscope.pairs.captures import versions
-from normscope.runtime.files import sha256_of, whole_folder, write_tensors
+from normscope.runtime.checked_files import write_tensors
+from normscope.runtime.files import sha256_of, whole_folder
 from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, gathered_state
 from normscope.swaps import standalone

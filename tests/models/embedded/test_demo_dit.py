@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from normscope.loading import load
-from normscope.models.inputs.trajectories import Trajectories
+from normscope.models.inputs.trajectories import LatentSpace, Trajectories
 from normscope.models.weights.checkpoints import read_embedded
 
 SAMPLES_A_CLASS = 20  # as on its card
@@ -29,9 +29,11 @@ def recognised(facts, options):
     _, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
 
     def share(model, asked):
-        noise = torch.randn(len(asked), 1, 8, 8, generator=torch.Generator().manual_seed(facts["seed"]))
-        at_once = options(batch_size=len(noise))
-        ours = Trajectories(model.module, model.inputs.scheduler, noise, asked, 10, 1.0, [0], at_once)
+        at_once = options(batch_size=len(asked), seed=facts["seed"])
+        space = LatentSpace(channels=1, size=8, classes=10)
+        ours = Trajectories(space, model.inputs.scheduler, at_once, guidance=1.0, trajectories=len(asked))
+        ours.module, ours.labels = model.module, asked
+        ours.noise = torch.randn(len(asked), 1, 8, 8, generator=torch.Generator().manual_seed(facts["seed"]))
         ((_, clean),) = ours.ends()
         pixels = (clean - facts["pixels"]["offset"]) / facts["pixels"]["scale"]
         with torch.no_grad():

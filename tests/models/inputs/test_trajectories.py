@@ -12,7 +12,7 @@ import normscope
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.chunks import ALL, RankSampler
 from normscope.loading import load
-from normscope.models.inputs.trajectories import LatentSpace, from_noise, select_timesteps
+from normscope.models.inputs.trajectories import LatentSpace, Trajectories, select_timesteps
 
 FIFTY = list(range(980, -1, -20))
 VISITED = [800, 600, 400, 200, 0]  # by trajectories of five steps
@@ -44,10 +44,11 @@ def dit():
 
 @pytest.fixture
 def trajectories(dit, options):
-    def make(module=dit, guidance=4.0, number=3, steps=(5,), scheduler=None, **changes):
-        chosen = options(**changes)
-        scheduler = scheduler or dit_scheduler()
-        return from_noise(SPACE, scheduler, chosen, guidance=guidance, trajectories=number, steps=steps)(module)
+    def make(module=dit, guidance=4.0, number=3, steps=(5,), scheduler=None, space=SPACE, **changes):
+        default = {"guidance": guidance, "trajectories": number, "steps": steps}
+        inputs = Trajectories(space, scheduler or dit_scheduler(), options(**changes), **default)
+        inputs.module = module
+        return inputs
 
     return make
 
@@ -176,7 +177,7 @@ def test_a_limit_takes_the_first_and_the_seed_chooses(trajectories):
 
 def test_labels_are_distinct_while_there_are_classes_left(options):
     few = LatentSpace(channels=1, size=8, classes=10)
-    labels = from_noise(few, dit_scheduler(), options(), guidance=1.0, trajectories=25)(None).labels
+    labels = Trajectories(few, dit_scheduler(), options(), guidance=1.0, trajectories=25).labels
     assert sorted(labels[:10].tolist()) == sorted(labels[10:20].tolist()) == list(range(10))
 
 
@@ -287,13 +288,13 @@ def test_timesteps():
 )
 def test_refusals(options, changes, error):
     with pytest.raises(UsageError, match=error):
-        from_noise(SPACE, dit_scheduler(), options(**changes), guidance=4.0, trajectories=1)
+        Trajectories(SPACE, dit_scheduler(), options(**changes), guidance=4.0, trajectories=1)
 
 
-def test_as_few_steps_as_visit_the_requested_timesteps(dit, options):
+def test_as_few_steps_as_visit_the_requested_timesteps(trajectories):
     def walk(timesteps, train=1000):
-        chosen, scheduler = options(timesteps=timesteps), dit_scheduler(num_train_timesteps=train)
-        return from_noise(SPACE, scheduler, chosen, guidance=4.0, trajectories=1, steps=(10, 50))
+        scheduler = dit_scheduler(num_train_timesteps=train)
+        return trajectories(number=1, steps=(10, 50), scheduler=scheduler, timesteps=timesteps)
 
     for request, steps, timesteps in (
         (None, 10, [900, 600, 300, 0]),
@@ -302,9 +303,9 @@ def test_as_few_steps_as_visit_the_requested_timesteps(dit, options):
         ("980,0", 50, [980, 0]),
         (50, 50, FIFTY),
     ):
-        assert walk(request)(dit).timesteps == timesteps
-        assert f"of {steps} steps" in walk(request)(dit).description
-    short = walk("6,0", train=7)(dit)
+        assert walk(request).timesteps == timesteps
+        assert f"of {steps} steps" in walk(request).description
+    short = walk("6,0", train=7)
     assert short.description.startswith("1 DDIM trajectory of 7 steps")
     assert [batch.part for batch in short] == ["timestep 6", "timestep 0"]
 
@@ -380,17 +381,11 @@ def test_ends_are_those_of_the_network_as_it_is_and_are_not_kept(trajectories):
 
 
 @pytest.mark.slow
-def test_five_steps_show_the_norms_as_fifty_do(options):
+def test_five_steps_show_the_norms_as_fifty_do(trajectories):
     timesteps = "800,600,200,0"
     fifty = load("demo_dit", device="cpu", limit=32, timesteps=timesteps)
-    five = from_noise(
-        LatentSpace(channels=1, size=8, classes=10),
-        copy.deepcopy(fifty.inputs.scheduler),
-        options(timesteps=timesteps, batch_size=8),
-        guidance=1.0,
-        trajectories=32,
-        steps=(5, 50),
-    )(fifty.module)
+    scheduler, space = copy.deepcopy(fifty.inputs.scheduler), LatentSpace(channels=1, size=8, classes=10)
+    five = trajectories(fifty.module, 1.0, 32, (5, 50), scheduler, space, timesteps=timesteps, batch_size=8)
     assert torch.equal(five.noise, fifty.inputs.noise[:32])
     assert "of 5 steps" in five.description
     assert "of 50 steps" in fifty.inputs.description

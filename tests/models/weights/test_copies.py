@@ -11,7 +11,6 @@ from loads import result_of
 import normscope
 from normscope.errors import ModelError
 from normscope.models.registry import list_models
-from normscope.models.weights import repository
 from normscope.models.weights.repository import COPIES, Copy, NotFetchedError, copy_of
 from normscope.runtime.files import sha256_of
 
@@ -76,13 +75,13 @@ def test_without_a_hub_and_a_copy_the_error_names_the_command(monkeypatch, name)
     def silent(*args, **kwargs):
         raise ConnectionError("nobody answers")
 
-    monkeypatch.setattr(repository, "get_hf_file_metadata", silent)
-    monkeypatch.setattr(repository, "try_to_load_from_cache", lambda *args, **kwargs: None)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", silent)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args, **kwargs: None)
     with pytest.raises(NotFetchedError, match=rf"python scripts/fetch_pretrained\.py {name}\b"):
         normscope.load(name, device="cpu")
 
 
 def test_models_without_a_hub_ask_no_hub(monkeypatch):
-    monkeypatch.setattr(repository, "get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("asked"))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("asked"))
     with pytest.raises(NotFetchedError, match=r"^pipecat-ai/smart-turn-v3 is on no hub\. .* demo_wav2vec2"):
         normscope.load("smart_turn", device="cpu")
