@@ -18,7 +18,7 @@ from pretrained import JUDGED, LEARNED, docstrings
 from torch import Tensor
 
 import normscope
-from normscope.swaps.output_errors import OutputErrors
+from normscope.swaps.distances import OutputErrors
 
 MODEL = "minilm"
 TEXTS = 1200

@@ -27,8 +27,7 @@ from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.runtime.network import run
 from normscope.runtime.progress import silent
-from normscope.swaps.distances import distances, output_by_sample
-from normscope.swaps.output_errors import measure_of, output_errors
+from normscope.swaps.distances import distances, measure_of, output_by_sample, output_errors
 from normscope.swaps.quality import QualityMeter
 
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm")

@@ -14,7 +14,7 @@ from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
 from normscope.runtime.spread import is_sharded, sharded_as, whole
-from normscope.swaps import eager, operators
+from normscope.swaps import operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.parameters import Parameters
 from normscope.swaps.standalone import Pointwise, Table, with_strides_kept
@@ -118,7 +118,7 @@ class PointwiseFunction(Pointwise):
         elif loop := loop_for(curve, x.device, x.dtype, x.numel()):
             output = loop.pointwise(x, parameters, curve, behind)
         if output is None:
-            output = eager.pointwise(x, self.f, parameters, behind)
+            output = operators.eager(x, self.f, parameters, behind)
         return self.activate(output.to(dtype))
 
     def expand_to_channels(self) -> None:

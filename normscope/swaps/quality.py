@@ -316,13 +316,7 @@ class QualityMeter:
             self.no_quality = (self._by.unmeasured if self._by.measure is None else "") or once
 
     def add(self, name: str, model: nn.Module) -> None:
-        """Measure a network, and restore its state.
-
-        Raises:
-            UsageError: if the user's function returns no number.
-            ModelError: if the network raises.
-            MemoryEndedError: if a single sample takes more memory than there is.
-        """
+        """Measure a network, and restore its state; UsageError if the user's function returns no number."""
         if self.no_quality:
             return
         with restoring(model) as buffers:

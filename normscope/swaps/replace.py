@@ -233,11 +233,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
-    """Return a module by its path.
-
-    Raises:
-        ModelError: if there is none.
-    """
+    """Return a module by its path; ModelError if there is none."""
     try:
         return submodule(model, path)
     except AttributeError as error:
@@ -270,11 +266,7 @@ def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
 
 
 def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> list[_Hooks]:
-    """Return the norms that have hooks, with their replacements, and warn of them.
-
-    Raises:
-        ModelError: if the replacement of one replaces other norms too.
-    """
+    """Return the norms that have hooks, with their replacements, and warn of them."""
     hooked: dict[str, _Hooks] = {}
     for path, norm, module in replaced:
         movable = HOOKS if _has_tensor_hooks(norm) else (*PRE_HOOKS, *HOOKS)

@@ -359,9 +359,7 @@ def modules() -> dict[str, nn.Module]:
     """Return new modules that replace norms, by the norms' paths; their weights are not loaded yet."""
     replacements: dict[str, nn.Module] = {site["name"]: _module(site) for site in record()["sites"]}
     for site in record()["sites"]:
-        vars(replacements[site["name"]]).update(
-            {"keeps": "none"} | {name: site[name] for name in BEHAVIOUR if name in site}
-        )
+        vars(replacements[site["name"]]).update({name: site[name] for name in BEHAVIOUR})
     return replacements
 
 
@@ -424,7 +422,7 @@ def centre(network: nn.Module, axes: Mapping[str, int]) -> None:
 
 def put_in(network: nn.Module) -> nn.Module:
     """Replace a network's norms by these modules, in place, and subtract means; the weights are not loaded yet."""
-    centre(network, record().get("centred", {}))
+    centre(network, record()["centred"])
     activated = {site["name"] for site in record()["sites"] if site["activated"]}
     for path, module in modules().items():
         norm = network.get_submodule(path)

@@ -133,8 +133,7 @@ def fitted(
 def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
     """Return the replaceable norm sites of fits, each once, in the order of the network; warn of others among all.
 
-    Raises:
-        UsageError: if there is none, or if a fit pools several.
+    UsageError if there is none, or if a fit pools several.
     """
     norms = [_norm_of(fit) for fit in (fits.sites if isinstance(fits, Capture) else fits)]
     if not norms:
@@ -149,10 +148,7 @@ def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
 def replaceable(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     """Return the norm modules among the chosen sites, see :func:`normscope.norms.sites.select`.
 
-    A number of sites is a number of norm modules.
-
-    Raises:
-        UsageError: if the chosen sites contain no norm module.
+    A number of sites is a number of norm modules. UsageError if the chosen sites contain none.
     """
     modules = [site for site in sites if site.replaceable]
     numbered = isinstance(layers, int) or (isinstance(layers, str) and is_number(layers))

@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import network_of
 from scipy.special import rel_entr, softmax
 from torch import nn
 
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.swaps import distances as module
-from normscope.swaps import output_errors
-from normscope.swaps.distances import SiteLayout, distances
-from normscope.swaps.output_errors import OutputErrors
+from normscope.swaps.distances import OutputErrors, SiteLayout, distances
 from normscope.swaps.reports import Quantiles
+from normscope.tools.heal.training import TrainingTargets
 
 DRAW = torch.Generator().manual_seed(0)
 A, B = (torch.randn(6, 5, 12, generator=DRAW) for _ in range(2))
@@ -192,7 +192,7 @@ def networks():
 @pytest.mark.parametrize(("room", "passes"), [(2**30, 3), (2 * 4 * 4, 3 + 2), (0, 3 + 3)])
 def test_outputs_of_the_original_are_kept_up_to_a_limit(networks, monkeypatch, room, passes):
     original, other = networks
-    monkeypatch.setattr(output_errors, "MOST_OUTPUT_BYTES", room)
+    monkeypatch.setattr(module, "MOST_OUTPUT_BYTES", room)
     calls = []
     original.register_forward_hook(lambda *_: calls.append(1))
     errors = OutputErrors(original, BATCHES, Outputs())
@@ -202,5 +202,16 @@ def test_outputs_of_the_original_are_kept_up_to_a_limit(networks, monkeypatch, r
     with torch.no_grad():
         pairs = [(original(*b.args).double().numpy(), other(*b.args).double().numpy()) for b in BATCHES]
     by_hand = [np.linalg.norm(z - y) / np.linalg.norm(y) for ys, zs in pairs for y, z in zip(ys, zs, strict=True)]
-    np.testing.assert_allclose(measured.numpy(), by_hand, rtol=1e-6)  # float32 within
+    np.testing.assert_allclose(measured.numpy(), by_hand, **CLOSE)
     assert torch.equal(errors.of(original), torch.zeros(6, dtype=torch.float64))
+
+
+def test_a_mask_of_as_many_positions_as_there_are_classes_masks_no_class(networks):
+    samples = tuple(Sample(f"{n}", n, n) for n in range(2))
+    x, valid = torch.randn(2, 4, 3), torch.arange(4) < torch.tensor([[4], [2]])
+    original, other = (network_of(lambda self, x: self.layers(x).mean(1), layers=layers) for layers in networks)
+    batches = [Batch((x,), samples=samples, valid=mask) for mask in (valid, None)]
+    masked, plain = (OutputErrors(original, [batch], Outputs("classes")).of(other) for batch in batches)
+    assert torch.equal(masked, plain) and (masked > 0).all()
+    losses = [TrainingTargets(original, other, Outputs("classes"), [], [[batch]]).gradients(0) for batch in batches]
+    assert losses[0] == losses[1] == pytest.approx(float(plain.mean()) ** 0.5, rel=1e-5)  # float32

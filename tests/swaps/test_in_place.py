@@ -13,7 +13,7 @@ import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.norms.trace import find_norms
-from normscope.swaps.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 from normscope.tools.bench import bench

@@ -140,7 +140,7 @@ def _held_out_errors(source: swapping.SwapSource, swapped: nn.Module, measure: s
     """Measure and print the drift of the calibrated network on held-out inputs."""
     from normscope.norms.bound_inputs import unpacked
     from normscope.runtime.network import restoring
-    from normscope.swaps.output_errors import output_errors
+    from normscope.swaps.distances import output_errors
     from normscope.swaps.reports import Quantiles
 
     original, held_out = source.network.module, source.held_out

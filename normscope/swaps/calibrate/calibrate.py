@@ -30,8 +30,8 @@ from normscope.runtime.records import Record
 from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, parameter_values, put_parameters
+from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.inits import CALIBRATED
-from normscope.swaps.output_errors import OutputErrors, measure_of, output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.start import RMS_NORM, Fits

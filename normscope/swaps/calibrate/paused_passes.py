@@ -55,11 +55,7 @@ class PausedPass:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def advance(self) -> Pause | None:
-        """Run to the next module; None at the end of the pass.
-
-        Raises:
-            NormscopeError: if the network fails.
-        """
+        """Run to the next module; None at the end of the pass."""
         if self._thread.is_alive():
             self._continued.put(True)
         else:
@@ -128,11 +124,7 @@ def paused_passes(
 
 
 def advance_to(passes: Sequence[PausedPass], path: str) -> list[Pause]:
-    """Let every pass run to its next module, which has to be this one.
-
-    Raises:
-        ModelError: if a pass comes to another module, as the order of calls depends on the input.
-    """
+    """Let every pass run to its next module, which has to be this one; otherwise ModelError."""
     pauses = []
     for number, paused in enumerate(passes):
         pause = paused.advance()

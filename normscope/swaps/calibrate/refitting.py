@@ -74,11 +74,7 @@ class Refitting:
         self._conditions: dict[str, list[Tensor]] = {}  # inputs of layers that modulate, in the swapped network
 
     def run(self, called_modules: Sequence[CalledModule], progress: Progress) -> None:
-        """Fit modules in the order of calls, and run the networks no further than these need.
-
-        Raises:
-            ModelError: if the order in which the network calls its modules depends on its input.
-        """
+        """Fit modules in the order of calls, and run the networks no further than these need."""
         fitted = [called for called in called_modules if not called.is_norm or called.path in self._functions]
         used = {path for called in fitted for path in _used(called)}
         self._called = {called.path: called for called in called_modules if called.path in used}

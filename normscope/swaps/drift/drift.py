@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normscope.errors import DataError, UsageError, unknown
+from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, taken_once
 from normscope.inputs.held_out import divided, kept_in_memory, samples_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
@@ -16,10 +16,9 @@ from normscope.norms.bound_inputs import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
-from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS, calibrated, check_not_calibrated
-from normscope.swaps.drift.paired_passes import Ends, PairedPasses
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, calibrated, check_not_calibrated
+from normscope.swaps.drift.paired_passes import Configuration, Ends, PairedPasses
 from normscope.swaps.drift.reports import DriftCalibration, DriftReport
-from normscope.swaps.drift.tallies import Configuration
 from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality import QualityFunction, QualityMeter
@@ -138,7 +137,7 @@ def drift(
     n = len(sites)
     network, stage = uncompiled(model), ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
     if init == CALIBRATED:
-        _check_calibrated(replacements, refit, ranks)
+        _check_calibrated(replacements, ranks)
         kept, left_out = kept_in_memory(unpacked(network, learn)[1])
         calibration = DriftCalibration(str(getattr(learn, "description", None) or ""), refit, left_out=left_out)
         calibrations = n + (n if one_at_a_time else 0) + (sum(range(2, n)) if cumulative else 0)
@@ -251,9 +250,7 @@ def _to_learn_from(
     return learn, batches
 
 
-def _check_calibrated(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
-    if refit not in REFITS:
-        raise UsageError(unknown("set of refitted weights", refit, REFITS))
+def _check_calibrated(modules: Mapping[str, nn.Module], ranks: Ranks) -> None:
     for path, module in modules.items():
         if not isinstance(module, PointwiseFunction):
             kind = type(module).__name__

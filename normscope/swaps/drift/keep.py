@@ -15,10 +15,9 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.norms.bound_inputs import unpacked
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
-from normscope.swaps.drift.paired_passes import PairedPasses
+from normscope.swaps.distances import measure_of
+from normscope.swaps.drift.paired_passes import Configuration, PairedPasses
 from normscope.swaps.drift.reports import KeepReport, KeepStep
-from normscope.swaps.drift.tallies import Configuration
-from normscope.swaps.output_errors import measure_of
 from normscope.swaps.quality import QualityFunction, QualityMeter
 from normscope.swaps.replace import Swap
 from normscope.swaps.reports import OUTPUT, Quantiles

@@ -1,9 +1,10 @@
-"""Forward passes of a network with and without its norms, and the distances between their outputs."""
+"""Forward passes of a network with and without its norms, and the distances between their outputs over all ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -19,13 +20,104 @@ from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out
 from normscope.runtime.network import SavedBuffers, cuda_devices, memory_for, restoring, run
 from normscope.runtime.spread import whole
 from normscope.swaps.distances import Distances, SiteLayout, distances, output_by_sample
-from normscope.swaps.drift.tallies import Configuration, Tallies
 from normscope.swaps.replace import Swap, outputs_at
-from normscope.swaps.reports import END, OUTPUT, Drift
+from normscope.swaps.reports import END, OUTPUT, Drift, Quantiles, Swapped
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
-_Entry = tuple[Configuration, str, str, Distances]  # the swap, where it was measured, and the part of the data
+_FOR_ALL = ("left_out", "frames")  # columns of distances that do not have one element per compared sample
 _Seen = tuple[Tensor, Mapping[str, Sequence[Tensor]]]  # outputs of the network, and of each site at each of its calls
+_Key = tuple[int, str, str]  # number of the configuration, where it was measured, and the part of the data
+_Columns = dict[str, Tensor]  # by name in Distances
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Sites that are swapped together.
+
+    ``swapped`` and ``site`` are as in :class:`normscope.swaps.reports.Drift`; ``paths`` are all swapped sites.
+    """
+
+    swapped: Swapped
+    site: str | None
+    paths: tuple[str, ...]
+
+
+_Entry = tuple[Configuration, str, str, Distances]  # the swap, where it was measured, and the part of the data
+
+
+@dataclass
+class Tallies:
+    """Distances of several configurations, batch after batch.
+
+    Results do not depend on how ranks divide the batches: quantiles ignore order, and sums use ``math.fsum``.
+    """
+
+    configurations: Sequence[Configuration]  # in the order of their rows
+    _batches: dict[_Key, list[tuple[tuple[int, int], _Columns]]] = field(default_factory=dict)  # with their numbers
+
+    def add(self, configuration: Configuration, at: str, part: str, moved: Distances, number: tuple[int, int]) -> None:
+        """Add the distances of a batch; ``number`` is that of its chunk among all ranks, and of the batch in it."""
+        columns = {
+            name: values if name in _FOR_ALL else values[~moved.left_out]
+            for name, values in vars(moved).items()
+            if values is not None
+        }
+        key = self.configurations.index(configuration), at, part
+        self._batches.setdefault(key, []).append((number, columns))
+
+    def gathered(self, ranks: Ranks) -> Tallies:
+        """Merge the tallies of all ranks; every rank calls it, also one without a batch."""
+        if ranks.size == 1:
+            return self
+        mine = [
+            (key, self._first(key), {name: values.tolist() for name, values in self._columns(key).items()})
+            for key in self._batches
+        ]
+        merged = Tallies(self.configurations)
+        for key, number, lists in itertools.chain.from_iterable(ranks.gather(mine)):
+            columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
+            merged._batches.setdefault(tuple(key), []).append((tuple(number), columns))
+        return merged
+
+    def rows(self, sites: Sequence[str]) -> list[Drift]:
+        """Return quantiles and shares: by configuration, by place in the order of the sites, by part as they came."""
+        order = {at: number for number, at in enumerate([OUTPUT, *sites, END])}
+        keys = sorted(self._batches, key=lambda key: (key[0], order[key[1]], key[2] != "", self._first(key)))
+        return [self._row(*key) for key in keys]
+
+    def _first(self, key: _Key) -> tuple[int, int]:
+        return min(number for number, _ in self._batches[key])
+
+    def _columns(self, key: _Key) -> _Columns:
+        batches = [columns for _, columns in self._batches[key]]
+        return {name: torch.cat([columns[name] for columns in batches]).double() for name in batches[0]}
+
+    def _row(self, number: int, at: str, part: str) -> Drift:
+        columns = {name: values.tolist() for name, values in self._columns((number, at, part)).items()}
+        answers = math.fsum(columns["answers"]) if "answers" in columns else None
+        optional: dict[str, Any] = {}
+        if answers:
+            shares = [name for name in ("top1", "top5", "top5_overlap") if name in columns]
+            optional = {name: math.fsum(columns[name]) / answers for name in shares}
+            optional["kl"] = Quantiles.of(columns["kl"])
+        if "frames" in columns:
+            optional["frames"] = Quantiles.of(columns["frames"])
+        configuration = self.configurations[number]
+        return Drift(
+            *("", ""),  # of the curve and the start values, which drift() adds
+            configuration.swapped,
+            configuration.site,
+            len(configuration.paths),
+            at,
+            part,
+            inputs=len(columns["relative_l2"]),
+            nonfinite=int(sum(columns["nonfinite"])),
+            left_out=int(sum(columns["left_out"])),
+            relative_l2=Quantiles.of(columns["relative_l2"]),
+            cosine=Quantiles.of(columns["cosine"]),
+            answers=None if answers is None else int(answers),
+            **optional,
+        )
 
 
 class KeptEnds:
@@ -124,33 +216,22 @@ class PairedPasses:
         return batch if len(rows) == len(batch.samples) or not batch.divisible else batch.take(rows)
 
     def _in_pieces(self, batch: Batch, configurations: Sequence[Configuration]) -> Iterator[_Entry]:
-        """Compare a batch; in halves, and halves of them, where memory ends.
-
-        Raises:
-            MemoryEndedError: if memory ends at a single sample, or at a batch that cannot be split.
-        """
+        """Compare a batch; in halves, and halves of them, where memory ends."""
         for piece, _ in self._halving.pieces(batch, None):
-            passed: list[int] = []
             try:
                 with memory_for("outputs were compared"):
-                    entries = list(self._with_each(piece, configurations, passed))
+                    entries = list(self._with_each(piece, configurations))
             except MemoryEndedError:
                 if len(piece.samples) == 1 or not piece.divisible:
                     raise
-                self.advance(-sum(passed))
                 self._halving.halve(piece)
             else:
                 yield from entries
 
-    def _with_each(self, batch: Batch, configurations: Sequence[Configuration], passed: list[int]) -> Iterator[_Entry]:
-        """Compare a batch with each of the swaps; ``passed`` collects the samples of each pass."""
-
-        def count_pass() -> None:
-            passed.append(len(batch.samples))
-            self.advance(passed[-1])
-
+    def _with_each(self, batch: Batch, configurations: Sequence[Configuration]) -> Iterator[_Entry]:
+        """Compare a batch with each of the swaps."""
         original = self._run(batch, self.modules)
-        count_pass()
+        self.advance(len(batch.samples))
         self._called.update(path for path, outputs in original[1].items() if outputs)
         for configuration in configurations:
             with self.swapped(configuration.paths):
@@ -162,7 +243,7 @@ class PairedPasses:
                         "the norm by its path; exclude it with layers."
                     )
             yield from self._distances(batch, configuration, original, swapped)
-            count_pass()
+            self.advance(len(batch.samples))
 
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, each computed while norms or swaps are in place."""

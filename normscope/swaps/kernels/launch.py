@@ -20,14 +20,8 @@ PROGRAMS = 4  # of the backward pass, per multiprocessor
 def forward(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tensor:
     """Return weight · f(αx + s) + bias in one pass over x, with x's shape and dtype, and the strides of empty_like(x).
 
-    Args:
-        x: float32, bfloat16 or float16, of any shape and strides; copied first unless it is contiguous.
-        parameters: α, s, weight and bias, each float32, bfloat16 or float16.
-        curve: ``tanh``, ``isru`` or ``erf``.
-        behind: the number of axes of x after those of the channels.
-
-    Raises:
-        UsageError: if the parameters do not match x's channels.
+    Arguments are those of :func:`normscope.swaps.operators.pointwise`. x has any strides, and is copied first unless it
+    is contiguous.
     """
     axes = channel_axes(x, parameters, behind)
     if x.numel() == 0:

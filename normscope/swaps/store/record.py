@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from normscope.curves.expressions import curve_from
 from normscope.curves.known import CURVES, FREE, Curve
@@ -33,8 +32,6 @@ PREPROCESSING = (
 )
 ALSO = (CODE, CONFIG, *PREPROCESSING)  # for those who load the network without normscope, which reads none of them
 _MOST_AXES = 8
-# Functions that normscope wrote before.
-_REMOVED = re.compile(r"(few|random):\d+|frozen|rmsnorm centred|exproot|power23_clip")
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class SwappedSite:
     bias: bool
     activated: bool  # an activation follows, as in the norm's class
     eps: float | None  # of ``rmsnorm``; otherwise None
-    keeps: str = "none"
+    keeps: Literal["all", "channels_last", "to_channels_last", "none"] = "none"
     returns: str = "least"
     under_autocast: str = ""
     overwrites: tuple[str, ...] = ()
@@ -117,11 +114,7 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_record(folder: str | Path) -> SwapRecord:
-    """Read the record of a saved swap, without its tensors.
-
-    Raises:
-        ModelError: if there is none, or it is damaged, of another kind or of another format version.
-    """
+    """Read the record of a saved swap, without its tensors; ModelError if there is none that this version reads."""
     folder, remedy = Path(folder), "`normscope swap MODEL -o DIR` writes one."
     path = folder / RECORD
     if not path.exists():
@@ -141,7 +134,7 @@ def read_record(folder: str | Path) -> SwapRecord:
     if document.get("seal") != sealed(document)["seal"]:
         raise damaged(folder, f"{RECORD} was changed after it was written (its sha256 differs)")
     try:
-        return _record(document, folder)
+        return _record(document)
     except ValueError as error:
         raise damaged(folder, str(error)) from error
 
@@ -151,11 +144,7 @@ def damaged(folder: Path, why: str) -> ModelError:
 
 
 def curve_named(text: str) -> Curve:
-    """Return a curve by the name or formula in swap.json.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return a curve by the name or formula in swap.json; ValueError if there is none."""
     if "=" in text:
         try:
             return curve_from(text)
@@ -166,23 +155,16 @@ def curve_named(text: str) -> Curve:
     return CURVES[text]
 
 
-def _record(document: Mapping[str, Any], folder: Path) -> SwapRecord:
+def _record(document: Mapping[str, Any]) -> SwapRecord:
     record = converted(SwapRecord, document, "swap")
     for site in record.sites:
         names = (site.name, site.norm, site.curve, record.model)
         if not all(names) or "\0" in "".join(names):
             raise ValueError(f"a name of {site.name!r:.60} is empty or contains a zero")
-        if _REMOVED.fullmatch(site.curve):
-            raise ModelError(
-                f"The swap in {folder} has {site.curve} in place of {site.name}, which this normscope no longer reads; "
-                "swap again, or use the normscope that wrote it."
-            )
         shape, axis = site.normalized_shape, site.channel_axis
         is_shape = min(shape, default=0) > 0 and math.prod(shape) < 2**63 and len(shape) <= _MOST_AXES
         if not is_shape or not -_MOST_AXES <= axis < _MOST_AXES:
             raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
-        if site.keeps not in ("all", "channels_last", "to_channels_last", "none"):
-            raise ValueError(f"the keeps of {site.name} is {site.keeps!r:.60}")
         if not {site.returns, site.under_autocast or site.returns} <= standalone.RETURNS.keys():
             raise ValueError(f"the dtypes of {site.name} are by {site.returns!r:.60} and {site.under_autocast!r:.60}")
         if (site.eps is not None) != (site.curve == RMS_NORM) or (site.eps or 0) < 0:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,19 +30,20 @@ from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.calibrate.refitting import copies, parameter_values, put_parameters
-from normscope.swaps.output_errors import OutputErrors, measure_of, output_errors
+from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality import QualityFunction, QualityMeter
 from normscope.swaps.reports import Quantiles
-from normscope.tools.heal import training
 from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.tools.heal.training import (
+    MOST_RATE,
     Checked,
     TrainedParameters,
     TrainingState,
     TrainingTargets,
     check_asked,
     drawn,
+    rate_for,
     steps_of,
 )
 
@@ -49,6 +51,10 @@ STEPS = 1700
 SAMPLES_A_STEP = 64  # at least, if they can be run in one pass, unless they exceed _TOKENS_A_STEP
 _TOKENS_A_STEP = 4096  # at a norm, so that a step of long inputs does not take a large part of the minutes
 _SAMPLES_APART = 8  # at most, if they cannot be run in one pass
+STAGE = "train"
+CHECKS = 12  # of the drift, over the whole schedule
+_WARM_UP = 0.03  # of the steps
+_CLIP = 1.0
 _MOST_CALIBRATED = 320  # samples: twice as many take twice the time, for a thirtieth less drift
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
@@ -150,9 +156,9 @@ def heal(
             raise ModelError(f"{name} is on the meta device, which has no values to train.")
     reported = list(held_out) if taken_once(held_out) else held_out
     meter = QualityMeter(original, quality, reported, outputs, progress)
-    path = None if checkpoint is None else Path(checkpoint)
+    path, asked = None if checkpoint is None else Path(checkpoint), dict(asked or {})
     if path is not None:
-        check_asked(path, asked or {})
+        check_asked(path, asked)
     meter.add("original", teacher)
     measuring = time.monotonic()
     meter.add("swapped", student)
@@ -160,9 +166,11 @@ def heal(
     learned, left_out = kept_in_memory(batches)
     options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
     options["steps"] = STEPS if steps is None and minutes is None else steps
-    healing = _Healing(teacher, student, sites, outputs, learned, reported, options, progress)
+    healing = _Healing(
+        teacher, student, sites, outputs, learned, reported, options, until, path, asked, progress, checked
+    )
     with restoring(teacher), restoring(student):
-        state = healing.run(path, asked or {}, until, checked or (lambda check: None))
+        state = healing.run()
     meter.add("healed", student)
     return HealReport(
         state.drifts,
@@ -196,11 +204,7 @@ def check_options(train: str, steps: int | None, minutes: float | None) -> None:
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
-    """Return the outermost paths at which a network has another module than the original.
-
-    Raises:
-        UsageError: if there are none, or if they are the same module.
-    """
+    """Return the outermost paths at which a network has another module than the original; UsageError if none."""
     modules = dict(named_modules(original))
     sites: list[str] = []
     for name, module in named_modules(swapped):
@@ -220,10 +224,14 @@ class _Healing:
     swapped: nn.Module
     sites: Sequence[str]
     outputs: Outputs
-    batches: Sequence[Batch]
-    reported: Iterable[Any]
+    batches: Sequence[Batch]  # to learn from
+    reported: Iterable[Any]  # held out
     options: Mapping[str, Any]
+    until: float | None  # monotonic time at which a healing by minutes ends
+    path: Path | None  # of the checkpoint
+    asked: Mapping[str, Any]
     progress: Progress
+    checked: Checked | None
 
     def __post_init__(self) -> None:
         self.pool = Pool.of(self.batches)
@@ -233,43 +241,46 @@ class _Healing:
             function.expand_to_channels()
         self._calibrates = self.options["calibrated"] and bool(functions)
         self._parameters = dict(self.swapped.named_parameters())
+        self._settings = {  # by which a checkpoint recognizes its healing
+            "model": type(self.original).__name__,
+            "sites": {name: repr(submodule(self.swapped, name)) for name in self.sites},
+            **self.options,
+            "weights": _digest(self.original.state_dict()),
+            "start values": _digest(self.swapped.state_dict()),
+            "inputs": self.pool.digest,
+        }
         self._measuring = 0.0  # seconds of the measurements after training
 
     @cached_property
     def _norms(self) -> list[NormSite]:
         return find_norms(self.original, self.pool.learned[0].first_sample()).sites
 
-    def run(self, path: Path | None, asked: Mapping[str, Any], until: float | None, checked: Checked) -> TrainingState:
-        """Run the remaining stages, and leave the network in the best of their states.
-
-        Arguments are those of :func:`heal`; a healing by minutes ends at the monotonic time ``until``.
-        """
+    def run(self) -> TrainingState:
+        """Run the remaining stages, and leave the network in the best of their states."""
         start = parameter_values(self.swapped)
-        settings = self._settings()
-        state = (path and TrainingState.load(path, settings)) or self._begun()
-
-        def saved() -> None:
-            if path is not None:
-                state.save(path, asked, settings)
-
+        state = (self.path and TrainingState.load(self.path, self._settings)) or self._begun()
         if self._calibrates and CALIBRATED not in state.drifts:
             self._calibrate(state, start)
-            saved()
+            self._save(state)
         put_parameters(self.swapped, state.tensors["calibrated"])
         if TRAINED not in state.drifts:
             names = self._trained_names()
             with _trainable(self.swapped, names):
-                self._train(state, names, until, saved, checked)
+                self._train(state, TrainedParameters(self.swapped, names))
             state.drifts[TRAINED] = _quantiles(self._held_out_errors())
             for group in [group for group in state.tensors if group not in (CALIBRATED, "best")]:
                 del state.tensors[group]
-            saved()
+            self._save(state)
         put_parameters(self.swapped, start)
         if state.left_with != START:
             put_parameters(self.swapped, state.tensors["calibrated"])
         if state.left_with == TRAINED:
             put_parameters(self.swapped, state.tensors["best"])
         return state
+
+    def _save(self, state: TrainingState) -> None:
+        if self.path is not None:
+            state.save(self.path, self.asked, self._settings)
 
     def _begun(self) -> TrainingState:
         began = time.monotonic()
@@ -292,34 +303,76 @@ class _Healing:
         state.keep_if_best(CALIBRATED, state.before_training, p90)
         state.drifts[CALIBRATED] = _quantiles(self._held_out_errors())
 
-    def _train(
-        self,
-        state: TrainingState,
-        names: Sequence[str],
-        until: float | None,
-        saved: Callable[[], None],
-        checked: Checked,
-    ) -> None:
+    def _targets(self) -> TrainingTargets:
         try:
             tokens = [norm.tokens_per_sample // norm.calls for norm in self._norms if norm.name in self.sites]
         except ModelError:  # other modules than known norms may be replaced
             tokens = []
         at_once = max(1, min(SAMPLES_A_STEP, _TOKENS_A_STEP // max([1, *tokens])))
         steps = steps_of(self.pool.learned, at_once, min(at_once, _SAMPLES_APART))
-        targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, steps)
-        trained = TrainedParameters(self.swapped, names)
+        return TrainingTargets(self.original, self.swapped, self.outputs, self.sites, steps)
+
+    def _train(self, state: TrainingState, trained: TrainedParameters) -> None:
+        """Run the rest of the schedule; the network is left in its best state.
+
+        AdamW without weight decay, with warm-up, a cosine to zero, and clipped gradients. A dozen times over the
+        schedule the drift is measured, and the state kept if it is the best so far. Training never stops early, since
+        much of the gain comes at the end of the schedule. With a budget of seconds, rate and checks follow its elapsed
+        share.
+        """
+        targets = self._targets()
+        steps: int | None = self.options["steps"]
         if not state.tensors["best"]:
             state.tensors["best"] = copies(trained.parameters)
-            if until is not None:
-                state.budget = until - self._measuring - time.monotonic()
-            saved()
+            if self.until is not None:
+                state.budget = self.until - self._measuring - time.monotonic()
+            self._save(state)
+        optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
+        if state.tensors["trained"]:
+            trained.load(state.tensors["trained"])
+            for group, values in state.tensors.items():
+                for name, value in values.items() if group.startswith("moment.") else ():
+                    tensor = trained.tensors[name]
+                    optimizer.state[tensor][group.removeprefix("moment.")] = value.to(tensor.device, copy=True)
+        began, budget = time.monotonic() - state.seconds, state.budget or 0.0
 
-        def gradients(step: int) -> float:
-            return targets.gradients(drawn(self.options["seed"], step, number=len(steps)))
+        def elapsed(step: int) -> float:
+            if steps is not None:
+                return step / steps
+            return min(1.0, (time.monotonic() - began) / budget) if budget > 0 else 1.0
 
-        shapes = (getattr(submodule(self.swapped, path), "normalized_shape", (1,)) for path in self.sites)
-        schedule = (state, trained, max(map(math.prod, shapes)), self.options["steps"])
-        training.train(*schedule, gradients, self._drift, saved, self.progress, checked)
+        width = max(math.prod(getattr(submodule(self.swapped, path), "normalized_shape", (1,))) for path in self.sites)
+        losses: list[float] = []
+        for step in itertools.count(state.step):
+            if (share := elapsed(step)) >= 1:
+                break
+            expected = steps or (step + 1) / max(share, torch.finfo(torch.float32).tiny)
+            warm_up = min(1.0, (share + 1 / expected) / _WARM_UP)
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate_for(width, expected) * (warm_up * 0.5 * (1 + math.cos(math.pi * share)))
+            trained.clear_gradients()
+            losses.append(targets.gradients(drawn(self.options["seed"], step, number=len(targets.batches))))
+            trained.convert_gradients()
+            if math.isfinite(float(nn.utils.clip_grad_norm_(trained.tensors.values(), _CLIP))):
+                optimizer.step()
+                trained.put()
+            after = elapsed(step + 1)
+            self.progress(STAGE, *((step + 1, steps) if steps else (round(after * budget), round(budget))))
+            if after * CHECKS >= len(state.checks) + 1:
+                state.step = step + 1
+                check = state.check(*self._drift(), sum(losses) / len(losses))
+                losses.clear()
+                state.tensors["trained"], state.seconds = copies(trained.tensors), time.monotonic() - began
+                for name, tensor in trained.tensors.items():
+                    for key, value in optimizer.state.get(tensor, {}).items():
+                        state.tensors[f"moment.{key}"][name] = value.clone()
+                if check.kept:
+                    state.tensors["best"] = copies(trained.parameters)
+                self._save(state)
+                if self.checked is not None:
+                    self.checked(check)
+        trained.clear_gradients()
+        put_parameters(self.swapped, state.tensors["best"])
 
     def _trained_names(self) -> list[str]:
         train = self.options["train"]
@@ -331,17 +384,6 @@ class _Healing:
             near = neighbours_of(self.original, self._norms, self.sites, self.pool.learned[0])
             paths += [called.path for called in near.called_modules if not called.is_norm]
         return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
-
-    def _settings(self) -> dict[str, Any]:
-        """Settings that identify a checkpoint."""
-        return {
-            "model": type(self.original).__name__,
-            "sites": {name: repr(submodule(self.swapped, name)) for name in self.sites},
-            **self.options,
-            "weights": _digest(self.original.state_dict()),
-            "start values": _digest(self.swapped.state_dict()),
-            "inputs": self.pool.digest,
-        }
 
     def _drift(self) -> tuple[float, float]:
         """Return median and 90th percentile on the inputs that decide."""

@@ -118,8 +118,7 @@ class HealReport(AboutNetwork):
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON, with the description of the network at its top level."""
         document = super().as_dict()
-        about = {name: document.pop(name) for name in self.about}
-        stages, checks = document.pop("drifts"), document.pop("checks")
+        stages = document.pop("drifts")
         del stages[START]
         summary = {"before": self.before, "after": self.after, "closed": self.closed}
-        return {**about, **as_json(summary), "stages": stages, **document, "checks": checks}
+        return {**document, **as_json(summary), "stages": stages}

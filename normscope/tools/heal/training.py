@@ -1,11 +1,9 @@
-"""Training of a swapped network towards the original: targets, parameters, schedule and checkpoint."""
+"""Training of a swapped network towards the original: targets, parameters, learning rate and checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,20 +20,14 @@ from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.checked_files import read_checked, write_checked
 from normscope.runtime.network import SavedBuffers, run
-from normscope.runtime.progress import Progress
-from normscope.swaps.calibrate.refitting import copies, put_parameters
-from normscope.swaps.output_errors import KL, kl_divergences, measure_of, without_padding
+from normscope.swaps.distances import KL, kl_divergences, measure_of, output_by_sample
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import outputs_at
 from normscope.tools.heal.reports import START, TRAINED, TrainingCheck
 
-STAGE = "train"
-CHECKS = 12  # of the drift, over the whole schedule
 MOST_RATE = 1e-3
 _RATE_BY_WIDTH = 0.1  # a step of Adam changes each weight by the rate, and a layer's output by that times its width
 _LONG_SCHEDULE = 1000  # steps, above which the rate depends on the width alone
-_WARM_UP = 0.03  # of the steps
-_CLIP = 1.0
 _LEAST_ALPHA = 1e-6  # in place of α = 0, which passes no gradient to the weight
 _LEAST_KL = 1e-12  # below which only rounding is left
 MOST_TARGET_BYTES = 4 * 2**30  # of targets kept in memory
@@ -127,12 +119,7 @@ class TrainingState:
 
 
 def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a healing with other options by name, before any work; the file may be missing.
-
-    Raises:
-        UsageError: if the checkpoint is of another healing.
-        DataError: if the file is damaged, or of another kind or version.
-    """
+    """Refuse a checkpoint of a healing with other options by name, before any work; the file may be missing."""
     if path.exists():
         header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
         for name, before, value in _differing(header.get("asked"), asked):
@@ -157,73 +144,6 @@ def rate_for(width: int, steps: float) -> float:
     (0.001, 0.00025, 0.0005)
     """
     return min(MOST_RATE, _RATE_BY_WIDTH / width) * min(1.0, math.sqrt(steps / _LONG_SCHEDULE))
-
-
-def train(
-    state: TrainingState,
-    trained: TrainedParameters,
-    width: int,
-    steps: int | None,
-    gradients: Callable[[int], float],
-    drift: Callable[[], tuple[float, float]],
-    saved: Callable[[], None],
-    progress: Progress,
-    checked: Checked,
-) -> None:
-    """Run the rest of a schedule; the network is left in its best state.
-
-    AdamW without weight decay, with warm-up, a cosine to zero, and clipped gradients. A dozen times over the schedule
-    the drift is measured, and the state kept if it is the best so far. Training never stops early, since much of the
-    gain comes at the end of the schedule. With a budget of seconds, rate and checks follow its elapsed share.
-
-    ``width`` is that of the norms, see :func:`rate_for`; ``steps`` are those of the whole schedule, None with
-    ``state.budget``. ``gradients`` adds the gradients of a step to the network's parameters, and returns the loss;
-    ``drift`` returns its median and 90th percentile. ``saved`` and ``checked`` are called after every check.
-    """
-    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
-    if state.tensors["trained"]:
-        trained.load(state.tensors["trained"])
-        for group, values in state.tensors.items():
-            for name, value in values.items() if group.startswith("moment.") else ():
-                tensor = trained.tensors[name]
-                optimizer.state[tensor][group.removeprefix("moment.")] = value.to(tensor.device, copy=True)
-    began, budget = time.monotonic() - state.seconds, state.budget or 0.0
-
-    def elapsed(step: int) -> float:
-        if steps is not None:
-            return step / steps
-        return min(1.0, (time.monotonic() - began) / budget) if budget > 0 else 1.0
-
-    losses: list[float] = []
-    for step in itertools.count(state.step):
-        if (share := elapsed(step)) >= 1:
-            break
-        expected = steps or (step + 1) / max(share, torch.finfo(torch.float32).tiny)
-        warm_up = min(1.0, (share + 1 / expected) / _WARM_UP)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = rate_for(width, expected) * (warm_up * 0.5 * (1 + math.cos(math.pi * share)))
-        trained.clear_gradients()
-        losses.append(gradients(step))
-        trained.convert_gradients()
-        if math.isfinite(float(nn.utils.clip_grad_norm_(trained.tensors.values(), _CLIP))):
-            optimizer.step()
-            trained.put()
-        after = elapsed(step + 1)
-        progress(STAGE, *((step + 1, steps) if steps else (round(after * budget), round(budget))))
-        if after * CHECKS >= len(state.checks) + 1:
-            state.step = step + 1
-            check = state.check(*drift(), sum(losses) / len(losses))
-            losses.clear()
-            state.tensors["trained"], state.seconds = copies(trained.tensors), time.monotonic() - began
-            for name, tensor in trained.tensors.items():
-                for key, value in optimizer.state.get(tensor, {}).items():
-                    state.tensors[f"moment.{key}"][name] = value.clone()
-            if check.kept:
-                state.tensors["best"] = copies(trained.parameters)
-            saved()
-            checked(check)
-    trained.clear_gradients()
-    put_parameters(trained.network, state.tensors["best"])
 
 
 class TrainedParameters:
@@ -369,16 +289,23 @@ class TrainingTargets:
             for path, calls in target[1].items()
             for site_output, original in zip(site_outputs[path], calls, strict=True)
         ]
-        if measure_of(self.outputs.kind) == KL:
-            loss = kl_divergences(output, target[0], batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
+        kind = self.outputs.kind
+        if measure_of(kind) == KL:
+            (logits, valid), (original, _) = (output_by_sample(values, batch, kind) for values in (output, target[0]))
+            loss = kl_divergences(logits, original, valid).mean().clamp_min(_LEAST_KL).sqrt()
         else:
             loss = pooled_loss(output, target[0], batch.valid)
         return loss + torch.stack(site_losses).mean() if site_losses else loss
 
 
 def pooled_loss(output: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the relative L2 of all samples and positions together."""
-    output, target = without_padding(output, valid), without_padding(target, valid)
+    """Return the relative L2 of all samples and positions together.
+
+    ``valid`` is the mask of data, which applies if it has the first axes ``(samples, positions)`` of the output.
+    """
+    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
+        data = valid.to(output.device)
+        output, target = output[data], target[data]
     return torch.div(vector_norm(output - target), vector_norm(target).clamp_min(torch.finfo(torch.float32).tiny))
 
 

@@ -9,7 +9,7 @@ from command_line import document, invoke, words
 from PIL import Image
 
 import normscope
-from normscope.swaps.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.tools.heal.training import TrainingState
 
 QUICK = "heal demo_vit --steps 16 --device cpu --func dyisru --layers 'blocks.0.*,norm' --limit 64"

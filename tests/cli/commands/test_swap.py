@@ -8,7 +8,7 @@ from command_line import document, invoke
 
 import normscope
 from normscope.inputs.held_out import learned_and_held_out
-from normscope.swaps.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.start import asked_for, fitted
 from normscope.swaps.store.record import read_record
 

@@ -17,7 +17,7 @@ from normscope.inputs.held_out import Pool, divided
 from normscope.inputs.loaded_model import Outputs
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
-from normscope.swaps.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.tools.heal.training import TrainingTargets
 
 

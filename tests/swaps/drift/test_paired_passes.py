@@ -157,7 +157,8 @@ def test_a_batch_that_does_not_fit_is_compared_in_halves(caplog):
     # 5 go as 2, 2, 1; what is known by then holds for the batches that follow.
     pieces = [piece for x in inputs() for piece in x.split(2)]
     assert report.as_dict() == drift(Stack(), pieces, modules, most=None).as_dict()
-    assert advanced[-1] == 20 * (2 + 4 + 3) == max(advanced)  # all sites, each alone, and one after the other
+    passes = 2 + 4 + 3  # all sites, each alone, and one after the other
+    assert advanced[-1] == 20 * passes + 5 == max(advanced)  # and that of the 5, after which memory ended
     assert "Memory ended with 5 samples in a batch; from here on they are compared 2 at a time." in caplog.text
     with pytest.raises(MemoryEndedError, match="with 1 sample in a batch"):
         drift(Stack(fits=0), inputs(), modules)

@@ -202,10 +202,7 @@ EDITS = [
     (lambda swap: swap["sites"][0].update(curve="tanhh"), "There is no curve 'tanhh'. Did you mean 'tanh'"),
     (lambda swap: swap["sites"][0].update(curve="f=__import__('os')"), "is not understood at column"),
     (lambda swap: swap["sites"][0].update(curve="free"), "the table of 1 is no function"),
-    *[
-        (lambda swap, curve=curve: swap["sites"][0].update(curve=curve), f"has {curve} in place of 1, .*; swap again")
-        for curve in ("few:8", "random:3", "frozen", "rmsnorm centred", "exproot")
-    ],
+    (lambda swap: swap["sites"][0].update(keeps="some"), "Invalid enum value 'some'"),
     (lambda swap: swap["sites"][0].update(activated=True), "activates at 1, where a LayerNorm does not"),
     (lambda swap: swap["sites"][0].update(normalized_shape=[2**40]), r"1.weight is \(8,\), not \(1099511627776,\)"),
     (

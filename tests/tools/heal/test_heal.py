@@ -24,7 +24,7 @@ from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.checked_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
-from normscope.swaps.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import RMSNorm
 from normscope.tools.heal import heal as stages
@@ -103,7 +103,7 @@ def test_healing_closes_most_of_the_drift_and_reports_the_share(networks):
 @pytest.mark.parametrize("rate", [1e-3, 1e4])
 def test_the_best_state_is_kept_and_never_one_worse_than_the_start(networks, monkeypatch, rate):
     original, swapped = networks
-    monkeypatch.setattr(training, "rate_for", lambda width, steps: rate)
+    monkeypatch.setattr(stages, "rate_for", lambda width, steps: rate)
     before, validation = drift(original, swapped), Pool.of(LEARN).validation
     judged_before = drift(original, swapped, validation)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, steps=60)
@@ -306,8 +306,7 @@ class _Clock:
 
     def __init__(self, monkeypatch, of_calibration, of_step, of_measuring):
         self.now, self.steps, self.rates = 1000.0, 0, []
-        for module in (stages, training):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: self.now))
         errors = type("SlowErrors", (stages.OutputErrors,), {})  # calibration measures by the plain ones
         monkeypatch.setattr(stages, "OutputErrors", errors)
         for owner, name, seconds in (
