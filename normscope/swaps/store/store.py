@@ -21,11 +21,11 @@ from normscope.curves.expressions import curve_from
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, first_few
 from normscope.fits.ceiling import Piecewise, curve_along
+from normscope.inputs.wrappers import unwrapped
 from normscope.norms.recognition import ancestor_kind, kind_of
 from normscope.pairs.captures import versions
 from normscope.runtime.checked_files import write_tensors
 from normscope.runtime.files import sha256_of, whole_folder
-from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, gathered_state
 from normscope.swaps import standalone
 from normscope.swaps.drift.reports import KeepReport
@@ -95,8 +95,8 @@ def save_swapped(
     ...     sorted(path.name for path in save_swapped(model, folder).iterdir())
     ['model.safetensors', 'pointwise.py', 'swap.json']
     """
-    model = uncompiled(model)
     check_whole(model, "Saving a swapped network", but=("spread",))
+    model = unwrapped(model)
     sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
     sites = tuple(
         _site(path, module)
@@ -153,8 +153,8 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     folder = Path(folder)
     record = read_record(folder)
     tensors = _read(folder, record)
-    model = uncompiled(model)
     check_whole(model, "Loading a swap")
+    model = unwrapped(model)
     where = model_tensor(model)
     if missing := record.centred.keys() - dict(model.named_modules()).keys():
         entered = first_few(sorted(missing))

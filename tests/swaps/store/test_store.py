@@ -143,11 +143,14 @@ def test_a_swap_of_a_swap_still_names_the_norm(folder):
     ] * 2
 
 
-def test_a_compiled_network_is_written_and_restored_as_the_network_itself(tmp_path):
-    model, fresh = put_in(trained(tokens), data(tokens), "dyt"), trained(tokens, seed=1)
-    save_swapped(torch.compile(model), tmp_path / "swap")
-    restored(torch.compile(fresh), tmp_path / "swap")
+@pytest.mark.parametrize("wrapped", [torch.compile, nn.DataParallel])
+def test_a_wrapped_network_is_written_and_restored_as_the_network_itself(wrapped, tmp_path):
+    model, fresh, plain = put_in(trained(tokens), data(tokens), "dyt"), trained(tokens, seed=1), trained(tokens, seed=2)
+    save_swapped(wrapped(model), tmp_path / "swap")
+    restored(wrapped(fresh), tmp_path / "swap")
+    restored(plain, tmp_path / "swap")
     assert torch.equal(fresh(data(tokens)), model(data(tokens)))
+    assert torch.equal(plain(data(tokens)), model(data(tokens)))
 
 
 def test_networks_that_cannot_be_written(tmp_path):
