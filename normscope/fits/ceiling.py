@@ -34,23 +34,6 @@ _TIE = 1e-9  # of an error: ways that predict alike differ by rounding
 _SHIFTED = ("tanh", "isru", "erf")  # the published layers' functions
 
 
-def conditional_mean(
-    moments: Tensor, least_count: int = _LEAST_COUNT, width: float = 0.0
-) -> tuple[Array, Array, Array]:
-    """E[y|x]: mean x, mean y and the standard deviation of y of groups of neighbouring bins, ``(groups,)`` each.
-
-    ``moments`` are n, Σx, Σy, Σx², Σxy, Σy² per bin, ``(6, bins)``. A group contains at least ``least_count`` pairs;
-    bins within one multiple of ``width`` are joined in any case.
-    """
-    bins = moments[:, moments[0] > 0].numpy()
-    if width > 0:
-        multiple = np.floor(bins[1] / bins[0] / width)
-        bins = np.add.reduceat(bins, np.flatnonzero(np.diff(multiple, prepend=-np.inf)), axis=1)
-    n, x, y, _, _, yy = np.add.reduceat(bins, _groups(bins[0], least_count), axis=1)
-    mean = y / n
-    return x / n, mean, np.sqrt(np.maximum(yy / n - mean**2, 0))
-
-
 @dataclass(frozen=True)
 class Ceiling:
     """Held-out R² of the best function of x, on pairs that neither fitted nor selected it."""
@@ -173,7 +156,7 @@ def free(moments: Tensor, counts: Tensor, top: Ceiling | None) -> Curve:
     """
     filled = (counts > 0) & (moments[0] > 0)  # pairs without weight have no mean
     bins, number = moments[:, filled].numpy(), counts[filled].numpy()
-    groups = _groups(number, top.least_count if top else _LEAST_COUNT)
+    groups = groups_of_bins(number, top.least_count if top else _LEAST_COUNT)
     weight, x, y, xx, xy, _ = np.add.reduceat(bins, groups, axis=1)
     beyond = float(xy.sum() / xx.sum()) if top and top.along_line and xx.sum() > 0 else 0.0
     return curve_along(Piecewise(x / weight, y / weight, beyond))
@@ -235,7 +218,7 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
         filled = (n > 0.5) & (remaining[0] > _ROUNDING * whole[0])
         n, remaining = n[filled], remaining[:3, filled]
         for way, least_count in enumerate(_LEAST_COUNTS):
-            weight, sum_x, sum_y = np.add.reduceat(remaining, _groups(n, least_count), axis=1)
+            weight, sum_x, sum_y = np.add.reduceat(remaining, groups_of_bins(n, least_count), axis=1)
             at = sum_x / weight
             off = np.interp(x, at, sum_y / weight) - y
             errors[2 * way, fold] = w @ (off * off)
@@ -245,7 +228,7 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
     return total
 
 
-def _groups(n: Array, least_count: int) -> Indices:
+def groups_of_bins(n: Array, least_count: int) -> Indices:
     """First bins of groups that contain a least number of pairs, or all of them, from the number of pairs in each bin.
 
     Groups begin where the number of pairs before a bin passes a multiple of the least count. A group that falls short

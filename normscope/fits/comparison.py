@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from normscope.curves.expressions import split_names
 from normscope.curves.known import BEST, FREE, Curve
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.fit import check_fit, fit
+from normscope.fits.fit import fit, requested_curves
+from normscope.fits.form import FitForm
 from normscope.fits.jackknife import Interval, interval, student
 from normscope.fits.nodes import nodes_of
 from normscope.fits.saturation import with_modules
@@ -209,13 +209,12 @@ def compare(
 
 def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
     """Return the curves to compare, as :func:`normscope.fit` takes them; UsageError if there is none of a name."""
-    names: list[str | Curve] = list(split_names(curves) if isinstance(curves, str) else curves)
-    if BEST in [name.strip().lower() for name in names if isinstance(name, str)]:
+    requested = requested_curves(curves, FitForm())
+    if BEST in requested:
         raise UsageError(
             "The best curve may be another at every site, so that there would be nothing to compare; name curves."
         )
-    check_fit(names)
-    return names
+    return requested
 
 
 def check_number(captures: int) -> None:
@@ -330,6 +329,4 @@ def _transferred(first: CurveFit, target: FitTarget) -> float | None:
     if first.degenerate or target.nothing:
         return None
     nodes = nodes_of(target.moments.sum(0)[None])
-    if not float(nodes.total) > 0:
-        return None
     return float(1 - nodes.residual(first.extended(nodes.x)) / nodes.total)

@@ -79,7 +79,7 @@ def fit(
     """
     capture = as_capture(capture, "fit")
     form = FitForm(amplitude, theory, alpha, shift)
-    requested = _requested(curves, form)
+    requested = requested_curves(curves, form)
     targets = fit_targets(capture, per=per, pool=pool, weights_by=weights_by)
     for target in targets:
         if form.needs_bound and not math.isfinite(target.bound):
@@ -129,12 +129,12 @@ def check_fit(
     **form: Any,
 ) -> None:
     """Raise the UsageError of :func:`fit` for arguments that it refuses for any capture."""
-    _requested(curves, FitForm(**form))
+    requested_curves(curves, FitForm(**form))
     check_targets(per, pool, weights_by)
 
 
-def _requested(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
-    """Curves in a form, then ``free`` and ``best``; UsageError if a curve that was named has no such form."""
+def requested_curves(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
+    """Return curves in a form, then ``free`` and ``best``; UsageError if a curve that was named has no such form."""
     names = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
     words = {name: name.strip().lower() if isinstance(name, str) else None for name in names}
     named = [name for name, word in words.items() if word not in (FREE, BEST)]
@@ -152,7 +152,7 @@ def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
 
 def curves_in(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[Curve]:
     """Return the named curves in a form; UsageError for ``free`` and ``best``, which are none."""
-    requested = _requested(curves, form)
+    requested = requested_curves(curves, form)
     if words := [curve for curve in requested if not isinstance(curve, Curve)]:
         raise UsageError(f"{words[0]} is no curve with A and α. Name curves, such as tanh and isru.")
     return [curve for curve in requested if isinstance(curve, Curve)]

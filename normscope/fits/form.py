@@ -20,15 +20,9 @@ AMPLITUDES = ("free", "theory")
 
 @dataclass(frozen=True)
 class FitForm:
-    """The free parameters of a fit.
+    """The free parameters of a fit, as arguments of :func:`normscope.fit`.
 
-    Attributes:
-        amplitude: ``free``; or ``theory``, where A·f tends to the bound of |y|, √d or √(d−1).
-        theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ. For constant ρ these are
-            the derivations of DyT (tanh) and of DyISRU (isru, arXiv 2503.21708).
-        alpha: fixed α; None if it is free.
-        shift: True if s is free. Theory has none, nor have softcap, which is t·tanh(x/t), and formulas that rise
-            vertically, as bins do not resolve theirs.
+    For constant ρ, theory is the derivation of DyT (tanh) and of DyISRU (isru, arXiv 2503.21708).
     """
 
     amplitude: str = "free"

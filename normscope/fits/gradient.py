@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.fits.ceiling import ceilings, conditional_mean
+from normscope.fits.ceiling import ceilings, groups_of_bins
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.jackknife import Interval, interval_of_r2
 from normscope.fits.nodes import FitBatch, Nodes, batches, coarsened
@@ -25,7 +25,6 @@ from normscope.pairs.sums.magnitudes import Array
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Record, Records
 
-PARTS = ("all", "centre", "tail")
 TAIL_FROM = 0.99  # share of the drawn tokens' |x| below the tail
 _ALIKE = 0.05  # in the logarithm: spreads over a few dozen tokens that differ by less are alike
 _GROUPS_AN_OCTAVE = 8  # of the mean in figures
@@ -126,7 +125,7 @@ class Constants(Record):
 
 
 def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -> dict[str, Constants]:
-    """Constants of each of :data:`PARTS`: of all pairs of tokens, of |x| up to ``tail``, and of those beyond.
+    """Constants of ``all`` pairs of tokens, of the ``centre``, |x| up to ``tail``, and of the ``tail`` beyond.
 
     ``x`` and ``y`` are float64 ``(tokens, d)``.
     """
@@ -136,7 +135,7 @@ def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -
     # At x = y = 0 the slope is unknown; with the token's own, x²·d/y² is that of the token.
     slope = torch.where((x == 0) & (y == 0), scale, x / y)
     values = (scale, jacobians.others, d * slope.square() - x.square())
-    parts = dict(zip(PARTS, (torch.ones_like(beyond), ~beyond, beyond), strict=True))
+    parts = {"all": torch.ones_like(beyond), "centre": ~beyond, "tail": beyond}
     return {
         region: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
         for region, inside in parts.items()
@@ -259,14 +258,20 @@ def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
 
 
 def mean_diagonal(site: NormSite, stats: PairStats, least_count: int, width: float) -> tuple[Array, Array]:
-    """E[∂y_i/∂x_i | x] over all pairs of a site, as of :func:`conditional_mean`; two arrays ``(groups,)``.
+    """E[∂y_i/∂x_i | x] over all pairs of a site: mean x and mean ∂y_i/∂x_i of groups of neighbouring bins.
+
+    A group contains at least ``least_count`` pairs; bins within one multiple of ``width`` are joined in any case.
 
     Raises:
         DataError: if the capture lacks sums of the diagonal.
     """
     moments = coarsened(_diagonal_moments(site, stats).sum(0), 2**PAIR_GRID.mantissa_bits // _GROUPS_AN_OCTAVE)
-    x, mean, _ = conditional_mean(moments, least_count, width)
-    return x, mean
+    bins = moments[:3, moments[0] > 0].numpy()
+    if width > 0:
+        multiple = np.floor(bins[1] / bins[0] / width)
+        bins = np.add.reduceat(bins, np.flatnonzero(np.diff(multiple, prepend=-np.inf)), axis=1)
+    n, x, diagonal = np.add.reduceat(bins, groups_of_bins(bins[0], least_count), axis=1)
+    return x / n, diagonal / n
 
 
 def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> GradientView:
@@ -275,11 +280,11 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
         **about_site(capture, site.name),
         **{"kind": site.kind, "d": site.d, "centred": site.centred, "of_tokens": stats.n_tokens},
     }
-    # The pairs (x, ∂y_i/∂x_i) take the place of (x, y).
-    target = site_target(site, stats, _diagonal_moments(site, stats)) if site.has_diagonal else None
     drawn = drawn_jacobians(site, stats)
-    if target is None or isinstance(drawn, str):
-        return GradientView(**about, reason=str(drawn), n_tokens=0, n_largest=0)
+    if isinstance(drawn, str):
+        return GradientView(**about, reason=drawn, n_tokens=0, n_largest=0)
+    # The pairs (x, ∂y_i/∂x_i) take the place of (x, y).
+    target = site_target(site, stats, _diagonal_moments(site, stats))
     in_tail = drawn.x.abs() > drawn.tail
     both = (drawn.uniform, drawn.largest)
     # Bins are not joined: a derivative may jump, and there is no search that would take long.

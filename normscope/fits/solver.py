@@ -195,14 +195,14 @@ def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
 
     ``coarse`` contains far fewer nodes for the same pairs, for a first look.
     """
-    return _solutions(objective, *_searched(objective, objective.on(coarse), _CLOSE))
+    return _solutions(objective, *_searched(objective, objective.on(coarse)))
 
 
-def _searched(objective: Objective, first_look: Objective, close: float) -> tuple[Evaluation, Tensor, Tensor]:
+def _searched(objective: Objective, first_look: Objective) -> tuple[Evaluation, Tensor, Tensor]:
     """Find the least of the minima about the starts of a grid; also return the bounds of log α."""
     low, high = _range(first_look)
     problem, starts = _starts(first_look, low, high)
-    ended = _minimum(objective.of(problem), starts, low[problem], high[problem], objective.spacing, close)
+    ended = _minimum(objective.of(problem), starts, low[problem], high[problem], _CLOSE)
     order = _least_first(problem, ended)
     return ended.of(order[torch.searchsorted(problem[order], torch.arange(len(low)))]), low, high
 
@@ -224,12 +224,12 @@ def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
     if len(unbent):  # a line remains a line, of another slope and offset
         ended.put(unbent, _unbent(objective.of(unbent), ended.of(unbent), start[unbent, 0]))
     if len(bends):
-        bent, start, spacing = objective.of(bends), start[bends], objective.spacing
+        bent, start = objective.of(bends), start[bends]
         low, high = (start[:, 0] + side * math.log(_STEEPEST) for side in (-1, 1))
         if objective.curve.kinks and len(objective.free) < 2:
-            least = _searched(bent, objective.on(rough).of(bends), _CLOSE)[0]
+            least, _, _ = _searched(bent, objective.on(rough).of(bends))
         else:
-            least = _minimum(bent, start, low, high, spacing, _CLOSE)
+            least = _minimum(bent, start, low, high, _CLOSE)
         ended.put(bends, least)
     return ended.solutions(near.unbent, near.converged)
 
@@ -246,7 +246,7 @@ def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
     best = torch.searchsorted(problem, torch.arange(len(low)))  # the start of least error comes first
     variant = torch.arange(len(low)).repeat_interleave(len(nodes) // len(low))
     start, low, high = starts[best][variant], low[variant], high[variant]
-    ended = _minimum(coarse.on(nodes), start, low, high, coarse.spacing, _ROUGHLY)
+    ended = _minimum(coarse.on(nodes), start, low, high, _ROUGHLY)
     return ended.solutions(never, ~never)
 
 
@@ -312,7 +312,7 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     # The lowest point of the parabola through a minimum and the two points beside it.
     start = theta[problem, at]
     start = _with_centre_of(start, start[:, 0] + step * lowest_between[problem, at])
-    ended = _minimum(coarse.of(problem), start, low[problem], high[problem], step, _ROUGHLY)
+    ended = _minimum(coarse.of(problem), start, low[problem], high[problem], _ROUGHLY)
     order = _least_first(problem, ended)
     problem, ended = problem[order], ended.of(order)
     least = ended.residual[torch.searchsorted(problem, problem)]
@@ -321,11 +321,8 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     return problem[rivals], ended.theta[rivals]
 
 
-def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, within: float, close: float) -> Evaluation:
-    """Find the minimum about each start, with log α in [low, high], to ``close`` in log α and s.
-
-    It should lie within ``within`` of the start.
-    """
+def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Evaluation:
+    """Find the minimum about each start, with log α in [low, high], to ``close`` in log α and s."""
     if not objective.free:
         return objective.at(start)
     is_line = unbent_until(objective.curve) == math.inf and objective.curve.linear_at_origin
@@ -333,7 +330,7 @@ def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wit
         return objective.at(torch.stack([low, 0.0 - low.exp() * _zero_of_line(objective.nodes)], -1))
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
-    remaining, here, radius = objective, ended, torch.full_like(low, within)
+    remaining, here, radius = objective, ended, torch.full_like(low, objective.spacing)
     for _ in range(_STEPS):
         step = _newton(remaining, here)
         length = step.norm(dim=-1)
@@ -404,7 +401,7 @@ def _unbent(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
         return objective.at(theta)
     if not objective.curve.linear_at_origin:
         fixed = replace(objective, fixed_alpha=low.exp())
-        return _minimum(fixed, theta, low, low, objective.spacing, _CLOSE)
+        return _minimum(fixed, theta, low, low, _CLOSE)
     zero = _zero_of_line(objective.nodes)
     farthest = torch.maximum((-low).exp() * unbent_until(objective.curve), zero.abs())
     alpha = unbent_until(objective.curve) / farthest / 2

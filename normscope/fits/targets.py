@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,12 +46,7 @@ class FitTarget:
     channel: int | None = None
     bound: float = math.inf  # of |y|
     slope: float = math.nan  # of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without
-    drawn: tuple[Tensor, ...] = ()  # x of the tokens drawn at each site
-
-    @functools.cached_property
-    def x_repeats(self) -> bool:
-        """True if many x of the drawn tokens are equal to the last bit, which bins cannot resolve."""
-        return any(map(_repeats, self.drawn))
+    x_repeats: bool = False  # many x of the drawn tokens are equal to the last bit, which bins cannot resolve
 
 
 def as_capture(given: object, caller: str) -> Capture:
@@ -72,12 +66,7 @@ def as_capture(given: object, caller: str) -> Capture:
 def fit_targets(
     capture: Capture, *, per: str = "site", pool: str | None = None, weights_by: str = "pairs"
 ) -> list[FitTarget]:
-    """Targets of a capture, in the order of its sites, for the arguments of :func:`normscope.fit`.
-
-    Raises:
-        UsageError: as of :func:`check_targets`.
-        DataError: if the capture lacks the sums that they need.
-    """
+    """Targets of a capture, in the order of its sites, for the arguments of :func:`normscope.fit`."""
     check_targets(per, pool, weights_by)
     if per == "channel":
         targets = [target for site in capture.sites for target in _channels(site, capture.stats[site.name])]
@@ -118,7 +107,13 @@ def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> FitTarget:
     if weights_by == "gamma":
         moments = sums_of(stats.gamma_moments, "weighted by γ² of", site, "by_gamma")
     target = site_target(site, stats, moments)
-    return replace(target, counts=stats.moments[:, 0], bound=site.bound, slope=_slope(site, stats))
+    return replace(
+        target,
+        counts=stats.moments[:, 0],
+        bound=site.bound,
+        slope=_slope(site, stats),
+        x_repeats=_repeats(stats.tokens.x),
+    )
 
 
 def site_target(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
@@ -131,7 +126,6 @@ def site_target(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
         reach=float(stats.reach.max()) if n_pairs else math.nan,
         nothing=_degenerate(stats, n_pairs, float(low.min()), float(high.max())) or nothing_in(moments, NO_WEIGHT),
         fold_by=stats.fold_by,
-        drawn=(stats.tokens.x,),
     )
 
 
@@ -181,25 +175,22 @@ def _slope(site: NormSite, stats: PairStats) -> float:
 
 
 def _channels(site: NormSite, stats: PairStats) -> list[FitTarget]:
-    moments = sums_of(stats.channel_moments, "per channel of", site, "per_channel").transpose(0, 1)
+    moments = sums_of(stats.channel_moments, "per channel of", site, "per_channel").transpose(0, 1)[:, None]
     slope = _slope(site, stats)
-    n, _, y, _, _, yy = moments.sum(-1).unbind(-1)
-    flat = yy - y * y / n.clamp_min(1) <= _NO_SPREAD * yy
-    low, high = stats.channel_extremes
-    columns = zip(n.tolist(), low.tolist(), high.tolist(), flat.tolist(), strict=True)
+    extremes = stats.channel_extremes.T.tolist()
     return [
         FitTarget(
             site=site.name,
-            moments=moments[channel, None],
-            counts=moments[channel, None, 0],
-            reach=max(abs(least), abs(most)),
-            nothing=_degenerate(stats, pairs, least, most) or (CONSTANT_OUTPUT if is_flat else None),
+            moments=one_fold,
+            counts=one_fold[:, 0],
+            reach=max(abs(low), abs(high)),
+            nothing=_degenerate(stats, float(one_fold[:, 0].sum()), low, high) or nothing_in(one_fold, NO_PAIR),
             grid=CHANNEL_GRID,
             channel=channel,
             bound=site.bound,
             slope=slope,
         )
-        for channel, (pairs, least, most, is_flat) in enumerate(columns)
+        for channel, (one_fold, (low, high)) in enumerate(zip(moments, extremes, strict=True))
     ]
 
 
@@ -219,5 +210,5 @@ def _pooled(name: str, members: Sequence[FitTarget]) -> FitTarget:
         sites=tuple(target.site for target in members),
         bound=bounds.pop() if len(bounds) == 1 else math.inf,
         slope=sum(slopes) / sum(n) if slopes and sum(n) else math.nan,
-        drawn=tuple(x for target in used for x in target.drawn),
+        x_repeats=any(target.x_repeats for target in used),
     )

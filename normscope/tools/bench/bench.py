@@ -185,9 +185,6 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
     """Make replacements on the norms' device and in their dtype: native, rmsnorm, identity and the curves.
 
     The network stays as it is; ``curves`` are names, or names separated by commas.
-
-    Raises:
-        UsageError: if there is no such curve, or if it has to be fitted (``free``, ``best``).
     """
     asked = split_names(curves) if isinstance(curves, str) else curves
     names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
@@ -232,9 +229,6 @@ def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes) -> bool:
     """True if normscope's kernels compute a module on its device, in its dtype, for an input of this shape.
 
     The CPU's loop computes the forward pass alone.
-
-    Raises:
-        UsageError: if ``NORMSCOPE_KERNELS`` is invalid, or asks for kernels that cannot run here.
     """
     if not isinstance(module, PointwiseFunction) or module.curve.function_name not in choice.CURVES:
         return False
@@ -308,8 +302,16 @@ def network_cases(
             for parameter in model.parameters():
                 restored.callback(parameter.requires_grad_, parameter.requires_grad)
             parameters = require_gradients(model) if passes != "forward" else []
-            # The network may modify its input.
-            yield lambda: one_pass(called, batch.copied(), outputs, parameters)
+
+            def run() -> object:
+                inputs = batch.copied()  # the network may modify them
+                if not parameters:
+                    return call(called, inputs)
+                with torch.enable_grad():
+                    output = outputs.read(call(called, inputs), inputs)
+                    return torch.autograd.grad(output.float().square().sum(), parameters, allow_unused=True)
+
+            yield run
 
     cases = []
     for way, variant in itertools.product(ways, candidates):
@@ -322,15 +324,6 @@ def network_cases(
         exists = variant.name == NATIVE or variant.modules
         cases.append(Case(row, functools.partial(swapped_in, variant) if exists else None))
     return cases
-
-
-def one_pass(called: nn.Module, batch: Batch, outputs: Outputs, parameters: Sequence[Tensor]) -> object:
-    """Run a network forward, and if there are parameters, backward to them."""
-    if not parameters:
-        return call(called, batch)
-    with torch.enable_grad():
-        output = outputs.read(call(called, batch), batch)
-        return torch.autograd.grad(output.float().square().sum(), parameters, allow_unused=True)
 
 
 def require_gradients(module: nn.Module) -> list[Tensor]:

@@ -18,7 +18,7 @@ from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, the
 from normscope.show.figures.text import TITLE, tail, wrapped, write_at
 from normscope.swaps.inits import published_name
 from normscope.tools.bench.reports import FASTER, INCONCLUSIVE, NATIVE, SLOWER, BenchReport, Timing
-from normscope.tools.bench.table import SCOPES, duration
+from normscope.tools.bench.table import SCOPES, duration, unit_of
 
 _PANEL_INCHES, _LEAST_PANEL_INCHES, _GAP = 2.6, 1.4, 0.9
 _BAR_INCHES, _LEAST_BAR_INCHES = 0.155, 0.1
@@ -26,7 +26,7 @@ _NAME_INCHES = 0.6  # of a variant, beside its bar
 _ABOVE_INCHES, _LINE_INCHES = 0.3, 0.11  # of axis and label, and of each line above a panel
 _MOST_ACROSS = 4
 _MOST_MEDIANS = 1.15  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
-_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+_FONTS = {FASTER: "bold", SLOWER: "in italics", INCONCLUSIVE: "plain"}
 _SMALL = FontProperties(size=LEAST_POINTS)
 
 
@@ -83,9 +83,9 @@ def _by_way(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
 
 def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None:
     medians = [row.median for row in rows if row.median is not None]
-    unit = duration(max(medians, default=1.0)).split()[1]
-    scale = _UNITS[unit]
-    right = _MOST_MEDIANS * max(medians, default=1.0) / scale
+    longest = max(medians, default=1.0)
+    scale, unit = unit_of(longest)
+    right = _MOST_MEDIANS * longest / scale
     labels: list[tuple[float, str]] = []
     y = 0.0
     for way, group in _by_way(rows):
@@ -139,6 +139,3 @@ def _signs(report: BenchReport) -> str:
         fonts = [f"{font} if {verdict}" for verdict, font in _FONTS.items() if verdict in verdicts]
         signs.append(", ".join(["×: multiple of its time", *fonts]))
     return "; ".join(signs)
-
-
-_FONTS = {FASTER: "bold", SLOWER: "in italics", INCONCLUSIVE: "plain"}

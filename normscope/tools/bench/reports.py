@@ -29,8 +29,7 @@ class Timing(Record):
         sites: number of norms of this class and shape; of a model, number of norms that were replaced, or are native.
         samples: seconds of single passes; none if it did not run.
         median: of the samples.
-        p25: first quartile of the samples.
-        p75: third quartile of the samples.
+        p25, p75: their first and third quartile.
         ratio: of the median to that of the native norm, which is eager if the case is fused; above 1 is slower.
         verdict: ``faster`` or ``slower`` if the interquartile ranges of at least three samples do not overlap;
             otherwise ``inconclusive``; ``not run``; or nothing, for the native norm itself.

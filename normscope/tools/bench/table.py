@@ -35,11 +35,12 @@ def duration(seconds: float) -> str:
     >>> duration(0.0000632), duration(0.918835), duration(3.1)
     ('63.2 µs', '919 ms', '3.10 s')
     """
-    size, unit = _unit(seconds)
+    size, unit = unit_of(seconds)
     return f"{_digits(seconds / size)} {unit}"
 
 
-def _unit(seconds: float) -> tuple[float, str]:
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Return the size of a suitable unit in seconds, and its name."""
     return next((size, unit) for size, unit in _UNITS if seconds >= 0.9995 * size or unit == "µs")
 
 
@@ -63,7 +64,7 @@ def _speed_table(rows: Sequence[Timing]) -> TextTable:
 def _times(row: Timing) -> list[str]:
     if row.median is None:
         return [NONE] * 3
-    size, _ = _unit(row.median)
+    size, _ = unit_of(row.median)
     p25, p75 = (_digits((time or 0) / size) for time in (row.p25, row.p75))
     return [duration(row.median), f"{p25}–{p75}", "" if row.ratio is None else f"{row.ratio:.2f}"]
 

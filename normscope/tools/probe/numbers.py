@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,11 +14,12 @@ from normscope.fits.jackknife import solved
 from normscope.fits.nodes import FitBatch, batches
 from normscope.fits.saturation import share_beyond, site_saturation
 from normscope.fits.scale import scale_of
-from normscope.fits.targets import FitTarget, site_target
+from normscope.fits.targets import site_target
 from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.magnitudes import of_pairs, of_tokens
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import as_json
 from normscope.tools.probe.timeline import CURVE_METRICS, NORM_METRICS, POINTWISE_METRICS, SITE_METRICS
 
 FORM = FitForm()  # A, α and s are free, as normscope.fit has them
@@ -32,12 +32,8 @@ def numbers_of(capture: Capture, sites: Sequence[NormSite], curves: Sequence[Cur
     """Return one number per site for each metric of :mod:`normscope.tools.probe.timeline`.
 
     A and α are those of :func:`normscope.fit`, without its folds, intervals and ceiling. A number is None where it does
-    not apply, is not finite, or is not identified: at a site without finite pairs all are.
-
-    Args:
-        capture: of one step.
-        sites: all sites of the run, in order; the capture may lack some of them.
-        curves: to fit to each.
+    not apply, is not finite, or is not identified: at a site without finite pairs all are. ``sites`` are all sites of
+    the run, in order; the capture of one step may lack some of them.
     """
     site_numbers: dict[str, Numbers] = {site.name: {} for site in sites}
     targets = []
@@ -54,11 +50,7 @@ def numbers_of(capture: Capture, sites: Sequence[NormSite], curves: Sequence[Cur
     names = [f"{name}/{curve.name}" for curve in curves for name in CURVE_METRICS] + list(SITE_METRICS)
     names += NORM_METRICS if any(site.pointwise is None for site in sites) else ()
     names += POINTWISE_METRICS if any(site.pointwise is not None for site in sites) else ()
-    return {name: [_finite(numbers.get(name)) for numbers in site_numbers.values()] for name in names}
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
+    return {name: [as_json(numbers.get(name)) for numbers in site_numbers.values()] for name in names}
 
 
 def _numbers_of_site(site: NormSite, stats: PairStats, moments: Tensor) -> Numbers:
@@ -83,28 +75,24 @@ def _numbers_of_site(site: NormSite, stats: PairStats, moments: Tensor) -> Numbe
 
 
 def _numbers_of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
-    """Yield the numbers of one curve at each of several sites."""
+    """Yield the numbers at each site; NaN if the pairs do not identify one."""
     solutions, nodes = solved(problems, curve, FORM), problems.nodes()
-    r2 = 1 - nodes.residual(solutions.predicted(curve, nodes.x)) / nodes.total
     bends = solutions.converged & ~solutions.unbent
-    line = solutions.converged & solutions.unbent & curve.linear_at_origin
+    has_slope = solutions.converged & (~solutions.unbent | curve.linear_at_origin)
     slope = solutions.amplitude * solutions.alpha * curve.derivative(solutions.shift)
     at_zero = solutions.amplitude * curve.function(solutions.shift)
-    columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, at_zero, bends, bends | line)
-    for target, *values, is_bent, has_slope in zip(problems.targets, *(c.tolist() for c in columns), strict=True):
-        value_of_r2, amplitude, alpha, shift, slope_at_zero, value_at_zero = values
-        numbers = {
-            "r2": value_of_r2,
-            "amplitude": amplitude if is_bent else None,
-            "alpha": alpha if is_bent else None,
-            "shift": shift if is_bent else None,
-            "slope": slope_at_zero if has_slope else None,
-            "at_zero": value_at_zero if has_slope else None,
-            "beyond": _beyond_the_bend(target, alpha, shift) if is_bent else None,
-        }
-        yield {f"{name}/{curve.name}": number for name, number in numbers.items()}
-
-
-def _beyond_the_bend(target: FitTarget, alpha: float, shift: float) -> float | None:
-    values = (torch.tensor([value], dtype=torch.float64) for value in (alpha, shift))
-    return share_beyond((-1, 1), target.moments[0, :, None], *values)
+    columns = {
+        "r2": 1 - nodes.residual(solutions.predicted(curve, nodes.x)) / nodes.total,
+        "amplitude": solutions.amplitude.where(bends, torch.nan),
+        "alpha": solutions.alpha.where(bends, torch.nan),
+        "shift": solutions.shift.where(bends, torch.nan),
+        "slope": slope.where(has_slope, torch.nan),
+        "at_zero": at_zero.where(has_slope, torch.nan),
+    }
+    for number, target in enumerate(problems.targets):
+        numbers: Numbers = {f"{name}/{curve.name}": float(values[number]) for name, values in columns.items()}
+        if bends[number]:
+            solution = solutions.of(torch.tensor([number]))
+            beyond = share_beyond((-1, 1), target.moments[0, :, None], solution.alpha, solution.shift)
+            numbers[f"beyond/{curve.name}"] = beyond
+        yield numbers

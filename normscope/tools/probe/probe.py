@@ -176,10 +176,9 @@ class Probe:
         dtype, modules = _dtype(self._model, device), list(self._model.modules())
         compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in modules)
         self._header = replace(self._header, dtype=dtype, compiled=compiled)
-        layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
-        seen = captured(self._model, self._batches, layers=layers, about=about, ranks=self._ranks, report=self._report)
+        names, about = tuple(site.name for site in self._sites), {**self._about, "dtype": dtype}
+        seen = captured(self._model, self._batches, layers=names, about=about, ranks=self._ranks, report=self._report)
         numbers = numbers_of(seen, self._sites, self._curves)
-        names = tuple(site.name for site in self._header.sites)
         loss = None if loss is None else float(torch.as_tensor(loss).detach())
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
@@ -210,8 +209,17 @@ class Probe:
     def _write(self, record: StepRecord, seen: Capture) -> None:
         if self._keep is not None:
             save_capture(seen, self._keep / capture_name(record.step))
-        if self._path is not None:
-            self._append(self._path, record)
+        if (path := self._path) is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                # A line whole, in one call, so that a killed process leaves at most a part of the last one.
+                line = (("" if file.tell() else self._header.line()) + record.line()).encode()
+                if file.write(line) < len(line):
+                    raise OSError("the disk is full")
+        except OSError as error:
+            raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
 
     def _check_modules(self) -> None:
         modules = dict(named_modules(self._model))
@@ -239,17 +247,6 @@ class Probe:
                 raise UsageError(f"{path} is of another run, with {difference}. Name another path.")
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
-
-    def _append(self, path: Path, record: StepRecord) -> None:
-        """Write a line whole, in one call, so that a killed process leaves at most a part of the last one."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:
-                line = (("" if file.tell() else self._header.line()) + record.line()).encode()
-                if file.write(line) < len(line):
-                    raise OSError("the disk is full")
-        except OSError as error:
-            raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
 
 
 def _short(value: Any) -> str:

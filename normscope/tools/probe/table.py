@@ -19,9 +19,7 @@ _ARROW = " → "
 def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ()) -> list[TextTable]:
     """Make a table of the norms and one of the point-wise functions, as far as there are any.
 
-    Args:
-        timeline: of which each cell has two steps.
-        fits: of the captures of these two, for the ceilings.
+    Each cell has the first and the last step; ``fits`` of their captures have the ceilings.
     """
 
     def column(heading: str, metric: str, form: str, drop: int = 0) -> Column[_Row]:
