@@ -180,8 +180,7 @@ def measured(case: str, way: str, subject: tuple[Any, ...], repeats: int) -> Ite
                     note()
 
             hooks_timed = device == "cpu" or way == HOOKS_TIMED
-            make_hook = recorder.Recorder._hook
-            timing = mock.patch.object(recorder.Recorder, "_hook", lambda *args: clock.timed(make_hook(*args)))
+            timing = mock.patch.object(recorder.Recorder, "_record", clock.timed(recorder.Recorder._record))
             by_reference = mock.patch.object(loops, "loop_of", lambda _: reference.add)
             with (
                 mock.patch.object(module, "forward", clock.timed(forward, whole=True)),

@@ -17,8 +17,7 @@ from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers, select
 from normscope.norms.trace import NormReport, find_norms
 from normscope.pairs.captures import Capture, joined_names
-from normscope.pairs.checkpoints import Checkpoints
-from normscope.pairs.progress import merge_progress
+from normscope.pairs.checkpoints import Checkpoints, merge_progress
 from normscope.pairs.ranks import ALONE, Ranks, check_alike
 from normscope.pairs.recorder import CaptureOptions, Recorder
 from normscope.runtime.network import memory_for, restoring, uncompiled
@@ -168,7 +167,9 @@ def captured(
         settings["first sample"] = list(astuple(first.samples[0]))
     check_alike(ranks, settings)
     if checkpoints is not None:
-        captured_inputs.update(checkpoints.begin(recorder, ranks, settings))
+        recorder.progress = checkpoints.begin(recorder.progress, ranks, settings)
+        for flags in ranks.gather_bytes(recorder.progress.processed.flags):
+            captured_inputs.update(InputSet(flags))
     samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
     with restoring(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
         for chunk in chunks:

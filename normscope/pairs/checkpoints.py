@@ -1,27 +1,32 @@
-"""Checkpoints of a capture: one file per rank, with its sums and the inputs that are in them.
+"""A capture under way: its sums and the inputs that are in them; merged over ranks, and stored in checkpoints.
 
-A file appears whole or not at all, so every input counts once, whenever the run ended. As many ranks resume: each reads
-its own file, and the inputs that are in no file are divided anew.
+Each rank writes one file, which appears whole or not at all, so every input counts once, whenever the run ended. As
+many ranks resume: each reads its own file, and the inputs that are in no file are divided anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from normscope.errors import StoppedError, UsageError, count
-from normscope.inputs.chunks import InputSet
-from normscope.pairs.progress import CaptureProgress, pack_progress, unpack_progress
-from normscope.pairs.ranks import Ranks
-from normscope.pairs.recorder import Recorder
+import safetensors.torch
+from torch import Tensor
+
+from normscope.errors import DataError, StoppedError, UsageError, count
+from normscope.inputs.chunks import InputSet, LeftOut
+from normscope.pairs.captures import Capture, added, shared_input
+from normscope.pairs.ranks import Ranks, bytes_as_tensor
+from normscope.pairs.storage import pack, unpack
 from normscope.runtime.checked_files import read_checked, refusing_damage, write_checked
 from normscope.runtime.files import check_writable
+from normscope.runtime.records import converted
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,88 @@ FORMAT = "normscope-checkpoint"
 FORMAT_VERSION = 6
 _AGAIN = "remove it to capture its inputs again"
 _PARTIAL = (".*.safetensors", ".tmp*")  # of files.whole_file, and of safetensors
+
+
+@dataclass
+class CaptureProgress:
+    """A capture under way, and the inputs that are in it.
+
+    Attributes:
+        capture: its parts contain the sums so far, one part without a name among them; the whole is summed in the end.
+        first: least number of an input of each part, by which parts are ordered.
+        processed: inputs that are in the sums, or could not be read.
+        left_out: inputs that reading omitted.
+    """
+
+    capture: Capture
+    first: dict[str, int] = field(default_factory=dict)
+    processed: InputSet = field(default_factory=InputSet)
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+    def part(self, name: str, number: int) -> Capture:
+        """Return a part of the data, to which an input of this number belongs."""
+        self.first[name] = min(number, self.first.get(name, number))
+        empty = replace(self.capture, skipped=[], stats={}, parts={}, inputs=())
+        return self.capture.parts.setdefault(name, empty)
+
+    def merge(self, other: CaptureProgress) -> CaptureProgress:
+        """Return the progress of both, whose inputs differ."""
+        least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
+        merged = CaptureProgress(added(self.capture, other.capture), {**other.first, **least})
+        for progress in (self, other):
+            merged.processed.update(progress.processed)
+            merged.left_out.add(progress.left_out)
+        return merged
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """JSON that progress has besides its capture."""
+
+    first: dict[str, int]
+    unreadable: list[tuple[int, str]]
+    cut: int
+
+
+def pack_progress(progress: CaptureProgress) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    header, tensors = pack(progress.capture)
+    unreadable = list(progress.left_out.unreadable.items())
+    header |= {"first": progress.first, "unreadable": unreadable, "cut": progress.left_out.cut}
+    return header, tensors | {"done": bytes_as_tensor(progress.processed.flags)}
+
+
+def unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CaptureProgress:
+    stored = converted(_Stored, header, "progress")
+    processed, left_out = InputSet(tensors["done"].numpy().tobytes()), LeftOut(dict(stored.unreadable), stored.cut)
+    return CaptureProgress(unpack(header, tensors), stored.first, processed, left_out)
+
+
+def merge_progress(progress: CaptureProgress, ranks: Ranks) -> CaptureProgress:
+    """Return the progress of all ranks, which observe the same sites.
+
+    Raises:
+        DataError: if two ranks with batches of their own had the same input.
+    """
+    if ranks.size == 1:
+        return progress
+    header, tensors = pack_progress(progress)
+    headers = ranks.gather(header)
+    files = ranks.gather_bytes(safetensors.torch.save(tensors))
+    parts = (unpack_progress(*part) for part in zip(headers, map(safetensors.torch.load, files), strict=True))
+    return functools.reduce(_merged_apart if ranks.own_batches else CaptureProgress.merge, parts)
+
+
+def _merged_apart(first: CaptureProgress, second: CaptureProgress) -> CaptureProgress:
+    """Merge the progress of ranks with batches of their own."""
+    for name, part in second.capture.parts.items():
+        before = first.capture.parts.get(name)
+        if before is not None and (common := shared_input(before, part)):
+            raise DataError(
+                f"Two ranks have captured {common}, which would be counted twice. Each rank passes its own batches; if "
+                "ranks have the same on purpose, as in tensor parallelism, pass the ranks with different batches as "
+                "group: mesh['dp'], or None if all have the same."
+            )
+    return first.merge(second)
 
 
 @dataclass
@@ -56,33 +143,30 @@ class Checkpoints:
             )
         check_writable(self.folder / "0.safetensors")
 
-    def begin(self, recorder: Recorder, ranks: Ranks, settings: Mapping[str, Any]) -> InputSet:
-        """Continue this rank's progress of an earlier run, and return the inputs that are in any rank's.
+    def begin(self, progress: CaptureProgress, ranks: Ranks, settings: Mapping[str, Any]) -> CaptureProgress:
+        """Return the progress to continue and to save: this rank's of an earlier run, or an empty one.
 
         Raises:
             UsageError: if that is of another capture, or of another number of ranks.
             DataError: if it is damaged.
         """
-        self._recorder, self._ranks = recorder, ranks
+        self._progress, self._ranks = progress, ranks
         self._settings = {**settings, "number of ranks": ranks.size}
         self._path = self.folder / f"{ranks.rank}.safetensors"
         self._last = time.monotonic()
         if ranks.rank == 0:  # before another rank begins to write
             self._remove_partial()
         if self.resume and self._path.exists():
-            recorder.progress = self._read()
-            capture = recorder.progress.capture
+            self._progress = self._read()
+            capture = self._progress.capture
             for summed in (capture, *capture.parts.values()):
-                summed.sites = recorder.sites  # a file has those with sums alone
+                summed.sites = progress.capture.sites  # a file has those with sums alone
         elif self.resume and (n_ranks := 1 + max((int(file.stem) for file in self._files()), default=0)) > ranks.size:
             raise UsageError(
                 f"{self.folder} is of another capture: its number of ranks is at least {n_ranks}, not {ranks.size}. Go "
                 f"on with as many, or remove it to begin anew."
             )
-        processed = InputSet()
-        for flags in ranks.gather_bytes(recorder.progress.processed.flags):
-            processed.update(InputSet(flags))
-        return processed
+        return self._progress
 
     @property
     def exist(self) -> bool:
@@ -98,7 +182,7 @@ class Checkpoints:
         """
         if self.stopping():
             self._write()
-            inputs = count(len(self._recorder.progress.processed), "input")
+            inputs = count(len(self._progress.processed), "input")
             raise StoppedError(
                 f"Stopped. What was captured so far, {inputs}{'' if self._ranks.size == 1 else ' of this rank'}, is "
                 f"kept in {self.folder}; the same command with --resume goes on."
@@ -132,7 +216,7 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        header, tensors = pack_progress(self._recorder.progress)
+        header, tensors = pack_progress(self._progress)
         kind = {"format": FORMAT, "version": FORMAT_VERSION, "settings": self._settings}
         write_checked(self._path, kind | header, tensors)
 

@@ -19,7 +19,6 @@ from normscope.pairs.sums.binning import FloatGrid
 from normscope.runtime.records import converted
 
 Previews = Callable[[Batch, int], Preview | None]
-_Key = tuple[str, str, int]
 
 SIZE_GRID = FloatGrid(mantissa_bits=2, low=-8, high=10)
 # Bins of |x|: the first contains what is below the grid, the last what is beyond.
@@ -90,7 +89,7 @@ class KeptInput:
     tokens: dict[str, KeptTokens] = field(default_factory=dict)
 
     @property
-    def key(self) -> _Key:
+    def key(self) -> tuple[str, str, int]:
         """Identity and order of the input: part, data set, number of the sample."""
         return self.part, self.sample.data, self.sample.index
 
@@ -146,14 +145,10 @@ class InputKeeper:
         return list(kept)
 
     def add(self, site: NormSite, rows: Tensor, lines: Lines, layout: Sequence[int], valid: Tensor | None) -> None:
-        """Record the tokens of one call of a norm.
+        """Record the tokens of one call of a norm: ``rows`` ``(tokens, d)``, one sample after the other.
 
-        Args:
-            site: the norm.
-            rows: the elements of all tokens, ``(tokens, d)``; tokens of one sample lie together.
-            lines: normalization of each token.
-            layout: sizes of the axes that number the tokens, samples first.
-            valid: mask of tokens that are data and not padding, bool ``(tokens,)``; None for all.
+        ``layout`` contains the sizes of the axes that number the tokens, samples first. ``valid`` is False for padding,
+        bool ``(tokens,)``; None for no padding.
         """
         # The first axis is longer than the samples where a network puts windows there; axes of size 1 are omitted.
         shape = tuple(size for size in (layout[0] // self._samples, *layout[1:]) if size != 1) or (1,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,23 +20,19 @@ from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import submodule
 from normscope.norms.functional import ExpectedCalls
 from normscope.norms.kinds import token_axes
-from normscope.norms.recognition import input_of, with_input
+from normscope.norms.recognition import input_of
 from normscope.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.norms.trace import NOT_CALLED, NormReport
 from normscope.norms.verification import check
 from normscope.pairs.captures import Capture, sums_of, versions, without_first
+from normscope.pairs.checkpoints import CaptureProgress
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
-from normscope.pairs.positions import layouts, positions_along, refuse_skipping
-from normscope.pairs.progress import CaptureProgress
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Positions
 from normscope.pairs.token_axes import TokenAxes, padded
 from normscope.runtime.network import PassHooks, SavedBuffers, run
 from normscope.runtime.spread import gathered, whole
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
-ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 @dataclass(frozen=True)
@@ -114,9 +109,8 @@ class Recorder:
         self._part = self.progress.capture
         self._pass: _Pass | None = None
         self._axes = TokenAxes(report)
-        self._layouts = layouts(report)
         if options.skip:
-            refuse_skipping([(site.name, self._layouts[site.name]) for site in sites])
+            self._axes.refuse_skipping(sites)
         self._pointwise: dict[str, PointwiseParameters | None] = {}  # now, which may be long after the report
         adders = {site.name: self.hooks.limited(partial(self._add, site)) for site in sites if site.is_call}
         self._functions = ExpectedCalls(report.norm_modules, report.sequences, adders, self.hooks)
@@ -127,17 +121,17 @@ class Recorder:
         with contextlib.ExitStack() as hooks:
             for idle in self.report.skipped:
                 if idle.reason == NOT_CALLED:
-                    norm, hook = submodule(self.model, idle.name), self.hooks.limited(self._late(idle))
-                    hooks.callback(norm.register_forward_pre_hook(hook).remove)
+                    hook = self.hooks.limited(partial(self._note_late, idle))
+                    hooks.callback(submodule(self.model, idle.name).register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 if site.is_call:
                     continue
-                norm, hook = submodule(self.model, site.name), self._hook(site)
+                norm = submodule(self.model, site.name)
                 if site.name in self.report.overwriting:
-                    keep, hook = self._with_own_input(site.name, hook)
-                    keep = self.hooks.limited(keep)
-                    hooks.callback(norm.register_forward_pre_hook(keep, with_kwargs=True).remove)
-                hooks.callback(norm.register_forward_hook(self.hooks.limited(hook), with_kwargs=True).remove)
+                    hook = self.hooks.limited(partial(self._keep_input, site))
+                    hooks.callback(norm.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hook = self.hooks.limited(partial(self._record, site))
+                hooks.callback(norm.register_forward_hook(hook, with_kwargs=True).remove)
             hooks.enter_context(self._functions.following(self.model))
             yield
 
@@ -145,10 +139,7 @@ class Recorder:
         """Run the network on a batch and sum up the pairs of its norms; in halves, and their halves, where memory ends.
 
         A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
-
-        Args:
-            batch: of some inputs.
-            number: of the first of them.
+        ``number`` is that of the first input in the batch.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, at a batch that cannot be split without counting
@@ -217,39 +208,28 @@ class Recorder:
         parts = {name: finished(part, name) for name, part in parts.items() if name and part.stats}
         return finished(replace(recorded, stats=stats, n_samples=n_samples, parts=parts))
 
-    def _late(self, norm: SkippedNorm) -> Callable[..., None]:
-        late = replace(norm, reason="not called by the first sample, only by later ones")
+    def _note_late(self, idle: SkippedNorm, *_: Any) -> None:
+        late = replace(idle, reason="not called by the first sample, only by later ones")
+        if late not in self.progress.capture.skipped:
+            self.progress.capture.skipped.append(late)
 
-        def hook(*_: Any) -> None:
-            skipped = self.progress.capture.skipped
-            if late not in skipped:
-                skipped.append(late)
+    def _keep_input(self, site: NormSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep a copy of the input of a norm that overwrites it."""
+        x = input_of(args, kwargs)
+        if x is not None and self._pass is not None:
+            self._pass.inputs.setdefault((site.name, threading.get_ident()), []).append(x.detach().clone())
 
-        return hook
-
-    def _with_own_input(self, name: str, hook: ForwardHook) -> tuple[ForwardPreHook, ForwardHook]:
-        """Return a hook that keeps a copy of a norm's input, and another that runs ``hook`` with it."""
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, site: NormSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        if self._pass is not None and (kept := self._pass.inputs.get((site.name, threading.get_ident()))):
+            x: Tensor | None = kept.pop()
+        else:
             x = input_of(args, kwargs)
-            if x is not None and self._pass is not None:
-                self._pass.inputs.setdefault((name, threading.get_ident()), []).append(x.detach().clone())
-
-        def with_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._pass is not None and (inputs := self._pass.inputs.get((name, threading.get_ident()))):
-                args, kwargs = with_input(args, kwargs, inputs.pop())
-            hook(module, args, kwargs, output)
-
-        return keep, with_it
-
-    def _hook(self, site: NormSite) -> ForwardHook:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if (x := input_of(args, kwargs)) is None:
-                raise DataError(f"The norm {site.name} was called without a tensor.")
-            if not self._functions.frames[-2].in_norm:
-                self._add(site, module, x, output)
-
-        return hook
+        if x is None:
+            raise DataError(f"The norm {site.name} was called without a tensor.")
+        if not self._functions.frames[-2].in_norm:
+            self._add(site, module, x, output)
 
     def _add(self, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:
         """Add the pairs of one call of a site."""
@@ -284,10 +264,10 @@ class Recorder:
             check(kind, name, module, x, output, batch_axis=axis or 0, valid=valid)
         if rows.device.type == "mps":  # which has no float64 to sum in
             rows, valid = rows.cpu(), None if valid is None else valid.cpu()
-        positions = self._positions(name, x.shape, axis, valid, rows.device)
+        data = rows.new_ones(len(rows), dtype=torch.bool) if valid is None else valid
+        positions = self._axes.positions(name, x.shape, axis, len(samples), data, self.options.skip)
         if positions is not None and self.options.skip:
-            behind = positions.numbers >= self.options.skip
-            valid = behind if valid is None else behind & valid
+            valid = data & (positions.numbers >= self.options.skip)
         if site.pointwise and name not in self._pointwise:
             self._pointwise[name] = kind.pointwise(module)
         lines, stats = kind.lines(module, rows, kind.eps_of(module, x.dtype)), self._stats(site, rows.device)
@@ -332,21 +312,6 @@ class Recorder:
             stats = stats.to(device)
         self._part.stats[site.name] = stats
         return stats
-
-    def _positions(
-        self, name: str, shape: torch.Size, batch_axis: int | None, valid: Tensor | None, device: torch.device
-    ) -> Positions | None:
-        """Return the positions of the tokens in their samples; None where no axis numbers them."""
-        layout, n_samples = self._layouts[name], len(self._pass.batch.samples) if self._pass else 0
-        if not isinstance(layout, str) and len(shape) == len(self.report.shapes[name]):
-            axes, along = layout
-            sizes = tuple(shape[axis] for axis in axes)
-            if sizes[0] == n_samples and batch_axis in ((0, axes[0]) if n_samples == 1 else axes[:1]):
-                numbers = positions_along(sizes, along, device, valid)
-                return Positions(numbers, self.options.skip, math.prod(sizes) // max(sizes[along], 1))
-        if self.options.skip:
-            refuse_skipping([(name, f"its input {tuple(shape)} has no axes of samples and of positions")])
-        return None
 
 
 def _check_divisible(failed: _Pass, error: MemoryEndedError) -> None:

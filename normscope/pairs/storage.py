@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.kept_inputs import pack_inputs, unpack_inputs
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, NO_KEY, UNIFORM_TOKENS, SourcesSeen, TokenSample
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.stats import IN_FOLDS, PairStats
 from normscope.runtime.checked_files import HEADER, read_checked, refusing_damage, write_checked
 from normscope.runtime.records import converted
 
@@ -29,17 +29,13 @@ _OTHER_SUFFIXES = (
 )
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 _GRIDS = {
-    name: [grid.mantissa_bits, grid.low, grid.high]
-    for name, grid in {
-        "pairs": PAIR_GRID,
-        "density_x": DENSITY_X_GRID,
-        "density_y": DENSITY_Y_GRID,
-        "tokens": TOKEN_GRID,
-        "channels": CHANNEL_GRID,
-    }.items()
+    "pairs": list(astuple(PAIR_GRID)),
+    "density_x": list(astuple(DENSITY_X_GRID)),
+    "density_y": list(astuple(DENSITY_Y_GRID)),
+    "tokens": list(astuple(TOKEN_GRID)),
+    "channels": list(astuple(CHANNEL_GRID)),
 }
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
-_MOMENTS = ("moments", "gamma_moments", "diagonal_moments")
 _SAMPLES = {"tokens": UNIFORM_TOKENS, "largest": LARGEST_TOKENS}
 
 
@@ -62,7 +58,7 @@ def _sparse(stats: PairStats) -> dict[str, dict[str, Tensor]]:
 
     They are ``(cells,)`` or ``(6, cells)``.
     """
-    moments = {name: sums for name in _MOMENTS if (sums := getattr(stats, name)) is not None}
+    moments = {name: sums for name in IN_FOLDS if (sums := getattr(stats, name)) is not None}
     sparse = {
         "moments.cells": {name: sums.movedim(1, 0).flatten(1) for name, sums in moments.items()},
         "density.cells": {"density": stats.density.flatten()},

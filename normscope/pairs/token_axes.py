@@ -1,14 +1,21 @@
-"""Axes of samples and positions of a norm's input, and the mask of its tokens that are data."""
+"""Axes of samples and positions of a norm's input, the mask of its tokens that are data, and their positions."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import DataError
+from normscope.errors import DataError, UsageError
 from normscope.norms.kinds import NormKind, token_axes
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import NormReport
+from normscope.pairs.sums.site_sums import Positions
+
+# Axes of a norm's input that number its tokens, that of samples first; and the index of that of positions among them.
+_Layout = tuple[tuple[int, ...], int]
 
 
 def batch_axis(single: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
@@ -51,11 +58,50 @@ def padded(x: Tensor, packed: int, mask: Tensor) -> Tensor:
     return padded
 
 
+def _layouts(report: NormReport) -> dict[str, _Layout | str]:
+    """Return each site's layout, or the reason why its tokens are not one position of one sample each."""
+    by_shape = {site.name: _layout(site, report, ()) for site in report.sites}
+    lengths = {report.shapes[name][axes[0][1]] for name, axes in by_shape.items() if not isinstance(axes, str)}
+    return {site.name: _layout(site, report, lengths) for site in report.sites}
+
+
+def _layout(site: NormSite, report: NormReport, lengths: Collection[int]) -> _Layout | str:
+    """Find the layout from the shape for one sample; queries and keys have heads beside positions of known lengths."""
+    shape = report.shapes[site.name]
+    if site.grouped:
+        return "its token contains all positions of a sample"
+    if site.name in report.weight_norms:
+        return "its tokens are made of weights, and belong to no sample"
+    channels = site.channel_axis if isinstance(site.channel_axis, tuple) else (site.channel_axis,)
+    axes = tuple(sorted({*range(len(shape))} - {axis % len(shape) for axis in channels}))
+    sizes = [shape[axis] for axis in axes]
+    if len(axes) == 2 and 1 in sizes:
+        return axes if sizes[0] == 1 else axes[::-1], 1
+    why = {1: "no axis of positions", 2: "no axis of samples alone"}.get(len(axes), "positions along several axes")
+    if site.placement == "qk" and len(axes) == 3 and sizes[0] == 1:
+        along = [index for index in (1, 2) if sizes[index] in lengths]
+        if len(along) == 1:
+            return axes, along[0]
+        why = "heads and positions that cannot be told apart"
+    return f"its input {tuple(shape)} of one sample has {why}"
+
+
+def _refuse_skipping(reasons: Mapping[str, str]) -> None:
+    """Raise UsageError if there are sites, by their names, with reasons against skipping."""
+    if reasons:
+        listed = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
+        raise UsageError(
+            "skip leaves out the first positions of each sample, where a token is one position of one sample. It is "
+            f"not at {listed}. Choose other layers, or leave skip out."
+        )
+
+
 class TokenAxes:
     """Axes of the norms' inputs, identified by their sizes in each call and in the first pass, of one sample."""
 
     def __init__(self, report: NormReport) -> None:
         self._report = report
+        self._layouts = _layouts(report)
         self._positions: dict[str, int] = {}  # axis of positions of a site, once a call has shown it
         self._serve_all: set[str] = set()  # sites whose input has no axis of samples
 
@@ -122,3 +168,27 @@ class TokenAxes:
             )
         shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
         return valid.view(shape).expand(sizes).flatten()
+
+    def refuse_skipping(self, sites: Sequence[NormSite]) -> None:
+        """Raise UsageError if tokens of a site are not one position of one sample each."""
+        layouts = {site.name: self._layouts[site.name] for site in sites}
+        _refuse_skipping({name: layout for name, layout in layouts.items() if isinstance(layout, str)})
+
+    def positions(
+        self, name: str, shape: torch.Size, batch_axis: int | None, n_samples: int, data: Tensor, skip: int
+    ) -> Positions | None:
+        """Return the positions of the tokens in their samples; None where no axis numbers them.
+
+        ``data`` is False for padding, bool ``(tokens,)``. With ``skip``, the number of first positions that are left
+        out, a norm without such an axis raises UsageError.
+        """
+        layout = self._layouts[name]
+        if not isinstance(layout, str) and len(shape) == len(self._report.shapes[name]):
+            axes, along = layout
+            sizes = tuple(shape[axis] for axis in axes)
+            if sizes[0] == n_samples and batch_axis in ((0, axes[0]) if n_samples == 1 else axes[:1]):
+                numbers = data.view(sizes).cumsum(along) - 1
+                return Positions(numbers.flatten(), skip, math.prod(sizes) // max(sizes[along], 1))
+        if skip:
+            _refuse_skipping({name: f"its input {tuple(shape)} has no axes of samples and of positions"})
+        return None

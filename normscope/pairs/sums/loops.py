@@ -9,8 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.site_sums import SiteSums
-from normscope.pairs.sums.tokens import Tokens
+from normscope.pairs.sums.site_sums import SiteSums, Tokens
 from normscope.runtime.launches import TRITON, VARIABLE, cannot_be_met, why_no_launcher
 
 _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}

@@ -22,8 +22,7 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     evenly,
 )
-from normscope.pairs.sums.site_sums import SiteSums
-from normscope.pairs.sums.tokens import POSITIONS, Tokens
+from normscope.pairs.sums.site_sums import POSITIONS, SiteSums, Tokens
 
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one step to about 100 MB
 
@@ -45,11 +44,11 @@ class _Pairs:
 
 def add(stats: SiteSums, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to all of ``stats``."""
+    add_optional(stats, tokens)
     add_positions(stats, tokens)
     keys, places = tokens.keys(), tokens.places()
-    for rows, pairs in _in_steps(stats, tokens):
+    for rows, pairs in _in_steps(tokens):
         stats.moments += _moments(pairs)
-        _add_optional(stats, tokens, pairs)
         stats.nonfinite_tokens += (pairs.valid & ~pairs.counted).sum()
         stats.density += _density(pairs)
         _add_channels(stats, pairs)
@@ -60,10 +59,22 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
 
 def add_optional(stats: SiteSums, tokens: Tokens, *, by_gamma: bool = True) -> None:
     """Add the pairs of ``tokens`` to the optional sums only; without ``by_gamma``, not to those weighted by γ²."""
-    by_gamma = by_gamma and stats.gamma_moments is not None
-    if by_gamma or stats.channel_moments is not None or stats.diagonal_moments is not None:
-        for _, pairs in _in_steps(stats, tokens):
-            _add_optional(stats, tokens, pairs, by_gamma)
+    weighted = stats.gamma_moments if by_gamma else None
+    if weighted is None and stats.channel_moments is None and stats.diagonal_moments is None:
+        return
+    for _, pairs in _in_steps(tokens):
+        if weighted is not None:
+            gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
+            weight = gamma.to(pairs.x.device).double().square()
+            weighted += _moments(pairs, weight[pairs.channel])
+        if stats.channel_moments is not None:
+            _, channels, bins = stats.channel_moments.shape
+            cells = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
+            stats.channel_moments += binned_moments(pairs.x, pairs.y, cells, channels * bins).view(-1, channels, bins)
+        if stats.diagonal_moments is not None:
+            form = tokens.lines.form
+            assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
+            stats.diagonal_moments += _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
 
 
 def add_positions(stats: SiteSums, tokens: Tokens) -> None:
@@ -85,7 +96,7 @@ def add_positions(stats: SiteSums, tokens: Tokens) -> None:
     stats.first_moments += binned_moments(x, y, bins, PAIR_GRID.size).mT
 
 
-def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
+def _in_steps(tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
     folds = tokens.folds()[:, None]
     step = max(1, _PAIRS_AT_ONCE // tokens.rows.shape[1])
     for start in range(0, len(tokens.rows), step):
@@ -105,18 +116,10 @@ def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]
 
 
 def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tensor | None = None) -> Tensor:
-    """Sum 1, x, y, x², xy and y² over the pairs of each bin, each pair times its weight.
+    """Sum 1, x, y, x², xy and y² over the pairs of each bin, times their weights: float64 ``(6, bins)``.
 
-    Args:
-        x: inputs, float64, of any shape.
-        y: outputs before the affine step, of the same shape.
-        index: bin of each pair, int64; ``bins`` for a pair that is in no sum.
-        bins: number of bins.
-        weight: of each pair; 1 by default.
-
-    Returns:
-        float64 ``(6, bins)``, in the order of :data:`MOMENTS`. With float32 sums, the variance within a bin would be
-        off by a tenth.
+    All tensors have one shape. The index of a pair that is in no sum is ``bins``. With float32 sums, the variance
+    within a bin would be off by a tenth.
     """
     w = torch.ones_like(x) if weight is None else weight
     moments = torch.zeros(len(MOMENTS), bins + 1, dtype=torch.float64, device=x.device)
@@ -140,21 +143,6 @@ def _moments(pairs: _Pairs, weight: Tensor | None = None) -> Tensor:
     return sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
 
 
-def _add_optional(stats: SiteSums, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
-    if by_gamma and stats.gamma_moments is not None:
-        gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
-        weight = gamma.to(pairs.x.device).double().square()
-        stats.gamma_moments += _moments(pairs, weight[pairs.channel])
-    if stats.channel_moments is not None:
-        _, channels, bins = stats.channel_moments.shape
-        cells = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
-        stats.channel_moments += binned_moments(pairs.x, pairs.y, cells, channels * bins).view(-1, channels, bins)
-    if stats.diagonal_moments is not None:
-        form = tokens.lines.form
-        assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
-        stats.diagonal_moments += _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
-
-
 def _add_channels(stats: SiteSums, pairs: _Pairs) -> None:
     places, narrow = pairs.channel.flatten(), pairs.x.float()
     for sums, values in zip(stats.channel_sums, (pairs.x, pairs.x.square()), strict=True):
@@ -174,17 +162,9 @@ def _draw(stats: SiteSums, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Te
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
     stats.pairs.add(keys, pairs.bins, x, y, pairs.channel)
+    drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
     # The token of the largest reach has the least rank; tokens that do not count come last.
-    rank = -pairs.x.abs().amax(1).where(counted, -1)
-    by_key = keys.argsort()
-    by_reach = by_key[rank[by_key].argsort(stable=True)]
-    uniform, largest = by_key[:UNIFORM_TOKENS], by_reach[:LARGEST_TOKENS]
-
-    def taken(rows: Tensor, rank: Tensor) -> TokenSample:
-        x, y = pairs.x[rows].float(), pairs.y[rows].float()
-        drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
-        position, sample = places
-        return TokenSample(rank[rows], keys[rows], *drawn, pairs.rstd[rows, 0].float(), position[rows], sample[rows])
-
-    stats.tokens = stats.tokens.with_more(taken(uniform, torch.zeros_like(rank)), UNIFORM_TOKENS)
-    stats.largest = stats.largest.with_more(taken(largest, rank), LARGEST_TOKENS)
+    by_reach = -pairs.x.abs().amax(1).where(counted, -1)
+    offered = TokenSample(torch.zeros_like(by_reach), keys, *drawn, pairs.rstd[:, 0].float(), *places)
+    stats.tokens = stats.tokens.with_more(offered, UNIFORM_TOKENS)
+    stats.largest = stats.largest.with_more(replace(offered, rank=by_reach), LARGEST_TOKENS)

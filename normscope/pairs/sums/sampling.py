@@ -173,9 +173,8 @@ class TokenSample:
 
     def kept(self) -> TokenSample:
         """Return the tokens without the free places, in order."""
-        ordered = self.with_more(TokenSample.empty(self.x.shape[1], self.x.device), len(self.key))
-        keyed = ordered.key != NO_KEY
-        return TokenSample(**{f.name: getattr(ordered, f.name)[keyed] for f in fields(self)})
+        number = int((self.key != NO_KEY).sum())
+        return self.with_more(TokenSample.empty(self.x.shape[1], self.x.device), number)
 
 
 @dataclass
@@ -209,12 +208,8 @@ class PairSample:
     def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
         """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.
 
-        Args:
-            keys: of the tokens, int64 ``(tokens,)``; tokens with :data:`NO_KEY` do not compete.
-            bins: of the pairs, int64 ``(tokens, d)``.
-            x: inputs, float32 ``(tokens, d)``.
-            y: outputs, float32 ``(tokens, d)``.
-            channel: of the pairs, int64 ``(tokens, d)``.
+        ``keys`` are those of the tokens, int64 ``(tokens,)``; tokens with :data:`NO_KEY` do not compete. The others
+        are ``(tokens, d)``: ``bins`` and ``channel`` int64, ``x`` and ``y`` float32.
         """
         element = torch.arange(x.shape[1], device=x.device)
         first = _shift_right(keys, 8) % ONE_ELEMENT_IN  # by bits of the key that choose no place in a bin

@@ -27,14 +27,13 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     sample_key,
 )
-from normscope.pairs.sums.site_sums import SiteSums
-from normscope.pairs.sums.tokens import POSITIONS, Positions, Run, Tokens
+from normscope.pairs.sums.site_sums import POSITIONS, Positions, Run, SiteSums, Tokens
 
 _NO_SAMPLE = (Sample("tokens of no sample", 0, -1),)
 _COUNTS = ("token_offsets", "token_scales", "nonfinite_tokens")
 _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
 _SUMS = ("moments", "density", "channel_sums", "position_sums", "first_moments", *_COUNTS, *_OPTIONAL)
-_IN_FOLDS = ("moments", "gamma_moments", "diagonal_moments")
+IN_FOLDS = ("moments", "gamma_moments", "diagonal_moments")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -198,7 +197,9 @@ class PairStats(SiteSums):
             if (getattr(self, name) is None) != (getattr(other, name) is None):
                 raise DataError(f"Cannot merge sums with {name} and sums without; capture both alike.")
         sources = self.sources.merged(other.sources)
-        mine, theirs = self.regrouped(sources), other.regrouped(sources)
+        mine, theirs = copy.copy(self), copy.copy(other)
+        mine._regroup(sources)
+        theirs._regroup(sources)
         low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
         totals: dict[str, Any] = {
             name: without_empty_pages(total + getattr(theirs, name)) for name, total in mine.sums.items()
@@ -216,12 +217,6 @@ class PairStats(SiteSums):
     def sums(self) -> dict[str, Tensor]:
         """All tensors that merging adds up, by name."""
         return {name: total for name in _SUMS if (total := getattr(self, name)) is not None}
-
-    def regrouped(self, sources: SourcesSeen) -> PairStats:
-        """Return the same sums with the folds that they have among ``sources``."""
-        regrouped = copy.copy(self)
-        regrouped._regroup(sources)
-        return regrouped
 
     def to(self, device: torch.device | str) -> PairStats:
         """Return the same sums in a device's memory; those that are there already share it."""
@@ -242,7 +237,7 @@ class PairStats(SiteSums):
         """Join all pairs in one fold if they are of a single source among others now, or of no known sample."""
         was_single = sources.mapped and (self.sources.number, sources.number) == ("one", "several")
         if was_single or (self.sources.mapped and not sources.mapped):
-            for name in _IN_FOLDS:
+            for name in IN_FOLDS:
                 if (moments := getattr(self, name)) is not None:
                     joined = zeros_like(moments)
                     joined[self.sources.fold if was_single else 0] = moments.sum(0)

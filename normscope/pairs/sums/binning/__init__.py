@@ -7,17 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHANNEL_GRID",
-    "DENSITY_X_GRID",
-    "DENSITY_Y_GRID",
-    "MOMENTS",
-    "PAIR_GRID",
-    "TOKEN_GRID",
-    "FloatGrid",
-]
-
-
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 _MAGNITUDE_MASK = 0x7FFFFFFF
@@ -51,20 +40,24 @@ class FloatGrid:
         """Number of bins, including the outermost and the middle one."""
         return 2 * self.centre + 1
 
+    @property
+    def from_bits(self) -> tuple[int, int, int]:
+        """Shift from the bits of |x| to its step, the step below the lowest bin, and the bin that contains zero."""
+        lowest = (self.low + _EXPONENT_BIAS) << self.mantissa_bits
+        return _MANTISSA_BITS - self.mantissa_bits, lowest - 1, self.centre
+
     def index(self, x: Tensor) -> Tensor:
         """Number the bin of every element of ``x`` (float32, finite, any shape) as int64 of the same shape."""
         bits = x.contiguous().view(torch.int32)
-        lowest = (self.low + _EXPONENT_BIAS) << self.mantissa_bits
-        magnitude = (bits & _MAGNITUDE_MASK) >> (_MANTISSA_BITS - self.mantissa_bits)
-        steps = (magnitude - (lowest - 1)).clamp_(0, self.centre)
-        return torch.where(bits < 0, -steps, steps).add_(self.centre).long()
+        shift, below, centre = self.from_bits
+        steps = (((bits & _MAGNITUDE_MASK) >> shift) - below).clamp_(0, centre)
+        return torch.where(bits < 0, -steps, steps).add_(centre).long()
 
     def edges(self) -> Tensor:
         """Return the ``size + 1`` bounds of the bins in ascending order (float64; the outermost are infinite)."""
-        octaves = torch.arange(self.low, self.high, dtype=torch.float64)
-        mantissas = 1 + torch.arange(2**self.mantissa_bits, dtype=torch.float64) / 2**self.mantissa_bits
-        positive = (2.0 ** octaves[:, None] * mantissas).flatten()
-        positive = torch.cat([positive, torch.tensor([2.0**self.high, torch.inf], dtype=torch.float64)])
+        shift, below, centre = self.from_bits
+        bits = (torch.arange(1, centre + 1, dtype=torch.int32) + below) << shift
+        positive = torch.cat([bits.view(torch.float32), torch.tensor([torch.inf])]).double()
         return torch.cat([-positive.flip(0), positive])
 
 

@@ -19,8 +19,7 @@ from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import MOMENTS, cpu_loop
 from normscope.pairs.sums.binning.cpu_loop import Rows, SampleArrays, Sums, add_weighted, draw, fill, join
 from normscope.pairs.sums.sampling import NO_KEY, ONE_ELEMENT_IN, element_keys
-from normscope.pairs.sums.site_sums import SiteSums
-from normscope.pairs.sums.tokens import Run, Tokens
+from normscope.pairs.sums.site_sums import Run, SiteSums, Tokens
 from normscope.runtime.compiled_loops import threads
 
 Array = NDArray[Any]
@@ -42,20 +41,14 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     for added, future in zip(extra, waiting, strict=True):
         future.result()
         _join(sums, added)
-    _add_weighted(stats, tokens, rows, given)
+    if stats.gamma_moments is not None:  # in one thread, so that the sums do not depend on the number of threads
+        gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
+        (runs,) = _shared_out(tuple(tokens.runs), 1)
+        add_weighted(rows, given, runs, gamma.double().square().numpy(), _per_cell(stats.gamma_moments))
     reference.add_optional(stats, tokens, by_gamma=False)
     if (positions := tokens.in_sequence) is not None:
         cpu_loop.add_positions(rows, given, positions.numbers.numpy(), positions.first, sums)
     draw(rows, given, stats.grouped, *samples)
-
-
-def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, given: Array | None) -> None:
-    """Fill the sums weighted by γ², if requested: in one thread, so that they do not depend on their number."""
-    if stats.gamma_moments is None:
-        return
-    gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
-    runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
-    add_weighted(rows, given, runs, gamma.double().square().numpy(), _per_cell(stats.gamma_moments))
 
 
 def _rows(tokens: Tokens) -> Rows:

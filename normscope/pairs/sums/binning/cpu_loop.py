@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE
-from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN, TokenSample
 from normscope.runtime.compiled_loops import compiled
 
@@ -89,13 +89,9 @@ class Sums(NamedTuple):
 SampleArrays: Any = namedtuple("SampleArrays", [field.name for field in fields(TokenSample)])  # type: ignore[misc]
 
 
-def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
-    """Return the shift from bits to bins, the number of the lowest bin, and that of the central one, as int32."""
-    lowest = ((grid.low + 127) << grid.mantissa_bits) - 1
-    return np.int32(23 - grid.mantissa_bits), np.int32(lowest), np.int32(grid.centre)
-
-
-_PAIR, _DENSITY_X, _DENSITY_Y, _TOKEN = map(_of, (PAIR_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, TOKEN_GRID))
+_PAIR, _DENSITY_X, _DENSITY_Y, _TOKEN = (
+    tuple(map(np.int32, grid.from_bits)) for grid in (PAIR_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, TOKEN_GRID)
+)
 _PAIR_BINS = PAIR_GRID.size
 _JOINED = _i4(PAIR_GRID.mantissa_bits - DENSITY_X_GRID.mantissa_bits)  # 2**_JOINED bins of pairs are one of the density
 
@@ -126,9 +122,9 @@ def _add_pair(typing_context: Any, row: Any, x: Any, y: Any) -> Any:
 
 
 @_exact
-def _steps(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
+def _steps(bits: Any, shift: Any, below: Any, centre: Any) -> Any:
     """Return the distance in bins from the central one of a float32 number with these bits."""
-    steps = _i4(_i4(_i4(bits & _i4(0x7FFFFFFF)) >> shift) - lowest)
+    steps = _i4(_i4(_i4(bits & _i4(0x7FFFFFFF)) >> shift) - below)
     return _i4(min(_i4(max(steps, _i4(0))), centre))
 
 
@@ -139,9 +135,9 @@ def _to_either_side(steps: Any, bits: Any, centre: Any) -> Any:
 
 
 @_exact
-def _bin(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
+def _bin(bits: Any, shift: Any, below: Any, centre: Any) -> Any:
     """Return :meth:`FloatGrid.index` of a float32 number of these bits."""
-    return _to_either_side(_steps(bits, shift, lowest, centre), bits, centre)
+    return _to_either_side(_steps(bits, shift, below, centre), bits, centre)
 
 
 @_any_order
@@ -197,8 +193,10 @@ def _mixed(z: Any) -> Any:
 # Numba compiles each function twice, without the branches that a None decides: for tokens with lines, whose ``given``
 # is None, and for tokens with a given y, float64 (tokens, d).
 @_exact
-def _part(given: Any, t: int, first: int, stop: int) -> Any:
-    return None if given is None else given[t, first:stop]
+def _part(tokens: Any, given: Any, t: int, first: int, stop: int) -> Any:
+    """Return x of a part of a token, its shift and rstd, and y of the part if it is given."""
+    part = None if given is None else given[t, first:stop]
+    return tokens.rows[t, first:stop], tokens.shift[t], tokens.rstd[t], part
 
 
 @_exact
@@ -258,10 +256,10 @@ def _draw_pairs(tokens: Any, given: Any, t: int, first: int, stop: int, bins: An
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
         slot, bin_ = drawn & last_slot, _u8(bins[j])
         if np.int64(drawn) < sums.pair_key[slot, bin_]:
-            row, channels = tokens.rows[t, first:stop], tokens.rows.shape[1] // tokens.positions
-            x, y = row[j], _y(row, tokens.shift[t], tokens.rstd[t], _part(given, t, first, stop), j)
+            row, shift, rstd, part = _part(tokens, given, t, first, stop)
+            channels = tokens.rows.shape[1] // tokens.positions
             channel = t % tokens.groups * channels + (first + j) // tokens.positions
-            _put(sums, slot, bin_, np.int64(drawn), x, y, channel)
+            _put(sums, slot, bin_, np.int64(drawn), row[j], _y(row, shift, rstd, part, j), channel)
 
 
 @_exact
@@ -278,23 +276,11 @@ def _add_block(tokens: Any, given: Any, block: Any, first_cell: Any, sums: Any, 
     for first in range(0, d, _ELEMENTS):
         stop = min(first + _ELEMENTS, d)
         for i in range(block.size):
-            t = block[i]
-            row, shift, rstd, given_part = (
-                rows[t, first:stop],
-                tokens.shift[t],
-                tokens.rstd[t],
-                _part(given, t, first, stop),
-            )
-            _index(row, shift, rstd, given_part, y, bins[i], cells[i])
+            row, shift, rstd, part = _part(tokens, given, block[i], first, stop)
+            _index(row, shift, rstd, part, y, bins[i], cells[i])
         for i in range(block.size):
-            t = block[i]
-            row, shift, rstd, given_part = (
-                rows[t, first:stop],
-                tokens.shift[t],
-                tokens.rstd[t],
-                _part(given, t, first, stop),
-            )
-            _add_pairs(row, shift, rstd, given_part, bins[i], cells[i], first_cell, sums)
+            row, shift, rstd, part = _part(tokens, given, block[i], first, stop)
+            _add_pairs(row, shift, rstd, part, bins[i], cells[i], first_cell, sums)
         for i in range(block.size):
             _draw_pairs(tokens, given, block[i], first, stop, bins[i], sums)
         if plain:
@@ -431,20 +417,15 @@ def _add_times(sums: Any, weight: float, x: float, y: float) -> None:
 def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
-    Args:
-        tokens: a :class:`Rows` that has been filled.
-        given: as of :func:`fill`.
-        runs: start, stop and fold of each, int64 ``(runs, 3)``.
-        weight: float64 ``(channels,)``.
-        moments: the weighted ones, float64 ``(folds · bins, 6)``.
+    ``weight`` is float64 ``(channels,)``, and ``moments`` float64 ``(folds · bins, 6)``; the rest as of :func:`fill`.
     """
     d, positions = tokens.rows.shape[1], tokens.positions
     for run in range(runs.shape[0]):
-        start, stop, fold = runs[run]
+        start, stop, fold, _, _, _ = runs[run]
         for t in range(start, stop):
             if tokens.reach[t] < 0:
                 continue
-            row, shift, rstd, given_row = tokens.rows[t], tokens.shift[t], tokens.rstd[t], _part(given, t, 0, d)
+            row, shift, rstd, given_row = _part(tokens, given, t, 0, d)
             bits = row.view(np.int32)
             first_channel = t % tokens.groups * (d // positions)
             for j in range(d):
@@ -464,10 +445,10 @@ def add_positions(tokens: Any, given: Any, positions: Any, first: int, sums: Any
         sums.position_sums[1, min(positions[t], last)] += tokens.squares[t]
         if positions[t] != first:
             continue
-        row, given_row = tokens.rows[t], _part(given, t, 0, tokens.rows.shape[1])
+        row, shift, rstd, given_row = _part(tokens, given, t, 0, tokens.rows.shape[1])
         bits = row.view(np.int32)
         for j in range(row.size):
-            y = _y(row, tokens.shift[t], tokens.rstd[t], given_row, j)
+            y = _y(row, shift, rstd, given_row, j)
             _add_times(sums.first_moments[_u8(_bin(bits[j], *_PAIR))], 1.0, np.float64(row[j]), y)
 
 
@@ -501,8 +482,9 @@ def _draw_tokens(tokens: Any, given: Any, by_reach: bool, grouped: bool, sample:
             sample.x[last, i] = row[i * row.size // width]
         if grouped:
             sample.x[last, 0], sample.x[last, width - 1] = row.min(), row.max()
+        _, shift, rstd, part = _part(tokens, given, t, 0, width)
         for i in range(width):
-            sample.y[last, i] = _y(sample.x[last], tokens.shift[t], tokens.rstd[t], _part(given, t, 0, width), i)
+            sample.y[last, i] = _y(sample.x[last], shift, rstd, part, i)
         last = _last(sample)
 
 

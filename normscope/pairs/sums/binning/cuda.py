@@ -15,8 +15,7 @@ from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
-from normscope.pairs.sums.site_sums import SiteSums
-from normscope.pairs.sums.tokens import Run, Tokens
+from normscope.pairs.sums.site_sums import Run, SiteSums, Tokens
 
 _DESCRIBED = 2048  # elements that a program loads together
 _COLUMNS_DESCRIBED = 128  # of each token, where there are tokens for so many programs:

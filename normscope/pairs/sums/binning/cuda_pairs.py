@@ -13,16 +13,10 @@ import triton
 import triton.language as tl
 
 from normscope.norms import formulas
-from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID, FloatGrid
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
 
-
-def of(grid: FloatGrid) -> tl.constexpr:
-    """Return shift, lowest bits and centre of a grid, for :func:`bin_of`."""
-    return tl.constexpr((23 - grid.mantissa_bits, ((grid.low + 127) << grid.mantissa_bits) - 1, grid.centre))
-
-
-PAIR, _TOKEN = of(PAIR_GRID), of(TOKEN_GRID)
+PAIR, _TOKEN = tl.constexpr(PAIR_GRID.from_bits), tl.constexpr(TOKEN_GRID.from_bits)
 PAIR_BINS = tl.constexpr(PAIR_GRID.size)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _UNCOUNTED = tl.constexpr(-1.0)
@@ -350,7 +344,7 @@ def draw(
 
 COUNTED = 2**24  # float32 counts no further
 
-_DENSITY_X, _DENSITY_Y = of(DENSITY_X_GRID), of(DENSITY_Y_GRID)
+_DENSITY_X, _DENSITY_Y = tl.constexpr(DENSITY_X_GRID.from_bits), tl.constexpr(DENSITY_Y_GRID.from_bits)
 _DENSITY_Y_BINS = tl.constexpr(DENSITY_Y_GRID.size)
 _COARSER = tl.constexpr(PAIR_GRID.mantissa_bits - DENSITY_X_GRID.mantissa_bits)  # of two grids with the same octaves
 _ALL_BUT_ONE = tl.constexpr(2**_COARSER.value - 1)

@@ -17,8 +17,8 @@ from networks import sums_of
 from normscope.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import cpu
+from normscope.pairs.sums.site_sums import Run, Tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Run, Tokens
 
 
 @contextlib.contextmanager

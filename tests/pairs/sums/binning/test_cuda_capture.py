@@ -16,7 +16,7 @@ from torch import nn
 
 import normscope
 from normscope.norms.trace import find_norms
-from normscope.pairs.progress import merge_progress
+from normscope.pairs.checkpoints import merge_progress
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.recorder import CaptureOptions, Recorder
 

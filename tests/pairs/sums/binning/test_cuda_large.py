@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from normscope.norms.formulas import Lines, layer_norm, rms_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID, cuda
+from normscope.pairs.sums.site_sums import Run, Tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Run, Tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = not INTERPRETED and torch.cuda.is_available() and torch.version.hip is None

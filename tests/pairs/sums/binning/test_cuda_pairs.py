@@ -20,8 +20,8 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from normscope.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID, cuda
+from normscope.pairs.sums.site_sums import Run, Tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Run, Tokens
 
 pytestmark = pytest.mark.slow
 
