@@ -1,10 +1,10 @@
 from .show.figures.comparison import plot_comparison as plot_comparison
 from .show.figures.curves import plot_curves as plot_curves
 from .show.figures.depth import plot_depth as plot_depth
+from .show.figures.depth import plot_saturation as plot_saturation
 from .show.figures.drift import plot_drift as plot_drift
 from .show.figures.drift import plot_keep as plot_keep
 from .show.figures.gradient import plot_gradient as plot_gradient
-from .show.figures.saturation import plot_saturation as plot_saturation
 from .show.figures.scurves import overview as overview
 from .show.figures.sheet import save_figure as save_figure
 from .show.figures.tails import plot_tails as plot_tails

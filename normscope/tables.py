@@ -15,11 +15,11 @@ from normscope.fits.saturation import Saturation
 from normscope.fits.scale import TokenSlopes
 from normscope.pairs.captures import Capture
 from normscope.show.tables.card import card_tables, saturation_table
+from normscope.show.tables.catalogs import layers_table
 from normscope.show.tables.drift import drift_tables, keep_table
 from normscope.show.tables.fit import channels_table, comparison_table, fits_table, slopes_table
 from normscope.show.tables.gradient import gradient_tables
 from normscope.show.tables.markup import Tables
-from normscope.show.tables.sites import layers_table
 from normscope.show.tables.table import TextTable
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.tools.bench.reports import BenchReport

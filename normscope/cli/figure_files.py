@@ -67,11 +67,14 @@ class FigureFiles:
             for view in self.views:
                 check_writable(self.path(title, view))
 
-    def save(self, figure: Any, title: str, view: str, shown: Any, out: Output) -> str:
-        """Write a figure, report its file and return its name; two of one title do not overwrite each other."""
-        from normscope.show.figures.sheet import PAGE_INCHES
+    def save(self, figure: Any, view: str, shown: Any, out: Output, title: str = "") -> str:
+        """Write a figure, report its file and return its name; two of one title do not overwrite each other.
 
-        path = self.path(title, view)
+        By default, the title is that of the capture shown.
+        """
+        from normscope.show.figures.sheet import PAGE_INCHES, heading
+
+        path = self.path(title or heading(shown.about), view)
         normscope.figures.save_figure(figure, path, shown, self.look.dpi)
         self.written.append(str(path))
         out.result(str(path))

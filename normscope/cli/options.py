@@ -372,8 +372,7 @@ Compact = Annotated[
     bool, _figure("--compact", help="Draw one figure of bare panels, four norms to a row for each model.")
 ]
 Xscale = Annotated[
-    str,
-    _figure("--xscale", metavar="SCALE", help="Scale of x: linear; or asinh, which shows all pairs."),
+    str, _figure("--xscale", metavar="SCALE", help="Scale of x: linear; or asinh, which shows all pairs.")
 ]
 ShareAxes = Annotated[
     bool, _figure("--share-axes", help="Give all panels of a figure the same axes and colours, to compare them.")
@@ -387,10 +386,7 @@ Labels = Annotated[
     _figure("--labels", metavar="none|short|full", help="Headings of panels: short names and R²; or full, with paths."),
 ]
 Font = Annotated[str | None, _figure("--font", metavar="FAMILY", help="Font of all text, such as 'Times New Roman'.")]
-Caption = Annotated[
-    str | None,
-    _figure("--caption", metavar="txt|tex", help="Write a caption file beside the figure."),
-]
+Caption = Annotated[str | None, _figure("--caption", metavar="txt|tex", help="Write a caption file beside the figure.")]
 Title = Annotated[
     str | None,
     _figure("--title", metavar="TEXT|none", help="Title of the figure; none also leaves out names, weights and data."),

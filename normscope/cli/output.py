@@ -135,17 +135,18 @@ class Output:
     def result(self, text: str) -> None:
         self._results.print(_harmless(text), soft_wrap=True)
 
-    def table(self, table: TextTable) -> None:
-        """Show a table to a person, or keep it for the file."""
-        if self.columns is not None and any(table.headings):
-            chosen = table.only(self.columns)
-            if len(chosen.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
-                self._left_out.append(table)
-                return
-            table = chosen
-        self._tables.append((self._title, table))
-        if self.file is None:
-            self._results.print(table, crop=False)
+    def table(self, *tables: TextTable) -> None:
+        """Show tables to a person, or keep them for the file."""
+        for table in tables:
+            shown = table
+            if self.columns is not None and any(table.headings):
+                shown = table.only(self.columns)
+                if len(shown.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
+                    self._left_out.append(table)
+                    continue
+            self._tables.append((self._title, shown))
+            if self.file is None:
+                self._results.print(shown, crop=False)
 
     def sentences(self, text: str) -> None:
         if self.file is None:
@@ -175,8 +176,7 @@ class Output:
             missing = next((name for name in self.columns if name not in headings), self.columns[0])
             self.warn(f"{unknown('column', missing, headings)} All columns are shown.")
             self.columns = None
-            for table in self._left_out:
-                self.table(table)
+            self.table(*self._left_out)
         if self.file is None:
             return
         if self._suffix == ".csv" and rows is not None:

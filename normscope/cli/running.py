@@ -1,11 +1,14 @@
-"""Options for running networks, shared by the commands, and captures of models by name."""
+"""Options for running networks, shared by the commands, captures of models by name, and signals that stop one."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -186,3 +189,29 @@ def captures(
             yield from parts if by else [seen]
     if not speaks:
         raise typer.Exit
+
+
+@contextlib.contextmanager
+def stopping_between_chunks(warn: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True once a signal has asked to stop, which ``warn`` reports.
+
+    A second signal interrupts at once. Under torchrun it changes nothing: torchrun repeats the signal that the terminal
+    has already sent to all processes, and kills them after half a minute.
+    """
+    asked, launched = False, Process.current().launched
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and not launched:
+            raise KeyboardInterrupt
+        if not asked:
+            asked = True
+            with contextlib.suppress(Exception):  # the reader of stderr, such as tee, may have ended by the signal too
+                warn("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -47,12 +47,7 @@ def document(
     timeline: Timeline | None = None,
     checks: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> dict[str, Any]:
-    """Return the page's data; below ``drawn``, that of each site's figures, which are read when it is opened.
-
-    Raises:
-        UsageError: if captures and fits do not match.
-        DataError: if a capture lacks their sums.
-    """
+    """Return the page's data; below ``drawn``, that of each site's figures, which are read when it is opened."""
     if not seen:
         raise UsageError("There is no capture to report on.")
     if len(seen) != len(fits):

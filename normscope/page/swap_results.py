@@ -21,13 +21,7 @@ _MOST_BYTES = 2**28  # of a file
 def swap_results(results: SwapResults | None) -> dict[str, Any]:
     """Return drift and speed of swaps as the page shows them: ``{"drift": […], "speed": […]}``, both empty for None.
 
-    Args:
-        results: one or several results of :func:`normscope.drift` and :func:`normscope.bench`, or the document that
-            ``normscope swap-bench --json`` prints.
-
-    Raises:
-        UsageError: if it is something else.
-        DataError: if the document contains neither drift nor speed, or is malformed.
+    UsageError for other results; DataError for a document that contains neither drift nor speed, or is malformed.
     """
     if results is None:
         return {"drift": [], "speed": []}
@@ -43,11 +37,7 @@ def swap_results(results: SwapResults | None) -> dict[str, Any]:
 
 
 def read_swap_results(path: Path) -> dict[str, Any]:
-    """Read a file that ``normscope swap-bench --json`` wrote.
-
-    Raises:
-        DataError: if it cannot be read, is no JSON, or holds nothing of a swap.
-    """
+    """Read a file that ``normscope swap-bench --json`` wrote; DataError if it is none."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"{path} has more than {_MOST_BYTES >> 20} MB: it is no result of swap-bench.")

@@ -12,7 +12,7 @@ from command_line import invoke
 from runs import CaptureRun, differences, write_images
 
 import normscope
-from normscope.cli.process import stopping_between_chunks
+from normscope.cli.running import stopping_between_chunks
 from normscope.errors import UsageError
 
 IMAGES = 300

@@ -8,7 +8,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.show.tables.sinks import sink_sentence
+from normscope.show.tables.card import sink_sentence
 
 D = 16
 
@@ -62,7 +62,7 @@ def test_r2_without_a_sink_is_that_of_a_capture_without_it(network):
 def test_another_position_is_named_with_its_share(network):
     fits = normscope.fit(normscope.capture(network, texts(sink=6)), "tanh")
     assert [(fit.sink.position, fit.sink.r2_without) for fit in fits] == [(6, None), (6, None)]
-    assert sink_sentence(fits) == "first: position 6 carries over 99 % of Σx²; likewise at 1 further site"
+    assert sink_sentence(fits) == "first: position 6 carries over 99% of Σx²; likewise at 1 further site"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_plot_and_stats_report_the_sink(seen, fits, tmp_path):
     first, second = fits
     worst = max(first, second, key=lambda fit: fit.sink.r2_without - fit.r2)
     sentence = (
-        f"{worst.site}: position 0 carries over 99 % of Σx²; without it tanh's R² (of all pairs) is "
+        f"{worst.site}: position 0 carries over 99% of Σx²; without it tanh's R² (of all pairs) is "
         f"{worst.sink.r2_without:.3f} ({worst.r2:.3f} with it): --skip 1; likewise at 1 further site"
     )
     assert sink_sentence([first, second]) == sentence

@@ -126,7 +126,7 @@ def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(page, page_file
     said = page.texts("#place-said")[0]
     assert said.startswith("patch in row 2, column 3 · token 7 · σ ")
     assert float(said.split("σ ")[1].split(" ")[0]) == pytest.approx(float(tokens.sigma[7]), rel=5e-3)
-    assert said.endswith(f"· tail share {100 * share:.1f} % (|x| ≥ {tail_from:g})") and rings(page) == [7]
+    assert said.endswith(f"· tail share {100 * share:.1f}% (|x| ≥ {tail_from:g})") and rings(page) == [7]
     for x, y in page.run(ENDS, "token"):
         # Pixels are written to a tenth.
         assert y == pytest.approx((x - float(tokens.shift[7])) / float(tokens.sigma[7]), abs=0.02)

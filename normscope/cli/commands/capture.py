@@ -10,8 +10,7 @@ import typer
 import normscope
 from normscope.cli import options
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.process import stopping_between_chunks
-from normscope.cli.running import RunOptions, check_by, check_models
+from normscope.cli.running import RunOptions, check_by, check_models, stopping_between_chunks
 from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT, check_writable
 from normscope.runtime.processes import Process

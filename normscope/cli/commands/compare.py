@@ -54,7 +54,7 @@ def compare(
     drawn = normscope.figures.plot_comparison(seen, comparison.fits, **look.figure_options)
     rows = [row.as_dict() for row in comparison.rows]
     document = {
-        "figure": files.save(drawn, "comparison", "", seen, out),
+        "figure": files.save(drawn, "", seen, out, "comparison"),
         "compared": [
             {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
             for number, capture in enumerate(comparison.captures, 1)

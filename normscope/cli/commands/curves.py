@@ -23,7 +23,7 @@ def curves(*, func: options.Func = "all", plot: options.Plot = None, look: Look,
     out.table(curves_table(chosen))
     if files:
         figure = normscope.figures.plot_curves(chosen, **look.figure_options)
-        files.save(figure, "curves", "", {"curves": [curve.name for curve in chosen]}, out)
+        files.save(figure, "", {"curves": [curve.name for curve in chosen]}, out, "curves")
     rows = [
         {"curve": curve.name, "aliases": list(curve.aliases), "formula": curve.formula, "source": curve.source}
         for curve in chosen

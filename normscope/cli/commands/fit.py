@@ -38,7 +38,7 @@ def fit(
     look: Look,
     out: Output,
 ) -> None:
-    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
+    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95% intervals."""
     from normscope.fits.fit import check_fit
     from normscope.fits.layerwise import layerwise
     from normscope.fits.saturation import with_modules
@@ -83,9 +83,7 @@ def fit(
             out.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
         if files:
-            from normscope.show.figures.sheet import heading  # matplotlib takes a while
-
             figure = normscope.figures.plot_depth(capture, fits, **look.figure_options)
-            files.save(figure, heading(capture.about), "depth", capture, out)
+            files.save(figure, "depth", capture, out)
     document = {"slopes": rows} if by_token else {"fits": rows, "layerwise": summaries}
     out.document({**document, "skipped": skipped_as_json(seen)}, rows)

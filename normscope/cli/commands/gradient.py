@@ -31,7 +31,6 @@ def gradient(
 ) -> None:
     """Compare each norm's Jacobian with the curves' derivatives, and test the assumptions of DyT and DyISRU."""
     from normscope.fits.fit import check_fit
-    from normscope.show.figures.sheet import heading
 
     check_fit(func)
     names = sources(models, run, by, out)
@@ -41,10 +40,9 @@ def gradient(
         fits = normscope.fit(capture, func, shift=shift)
         views = normscope.gradient(capture, fits)
         out.heading(capture.about)
-        for table in gradient_tables(views):
-            out.table(table)
+        out.table(*gradient_tables(views))
         figure = normscope.figures.plot_gradient(capture, fits, **look.figure_options)
-        file = files.save(figure, heading(capture.about), "gradient", capture, out)
+        file = files.save(figure, "gradient", capture, out)
         figures.append({**capture.about, "file": file, "sites": [site.name for site in capture.sites]})
         seen.append(capture)
         rows += [view.as_dict() for view in views]

@@ -16,9 +16,10 @@ from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.swaps.inits import CALIBRATED, published_name
 
 if TYPE_CHECKING:
-    from normscope.tools.heal.reports import HealReport, TrainingCheck
+    from normscope.tools.heal.reports import TrainingCheck
 
 _BATCH_SIZE = 16
+_WITHOUT = ("figure_format", "sample", "device_map", "dtype", "workers", "verify", "columns", "guidance", "title")
 # Options that do not identify the network and its data, or that this command does not have.
 _MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
@@ -26,18 +27,7 @@ _MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", 
 @options.with_groups(
     "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
     "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
-    without=(
-        *PLOT_ONLY,
-        "figure_format",
-        "sample",
-        "device_map",
-        "dtype",
-        "workers",
-        "verify",
-        "columns",
-        "guidance",
-        "title",
-    ),
+    without=(*PLOT_ONLY, *_WITHOUT),
 )
 def heal(
     model: options.Model,
@@ -65,6 +55,7 @@ def heal(
     from normscope.swaps.store.record import ALSO, FILES
     from normscope.tools.heal.heal import STEPS, check_options
     from normscope.tools.heal.reports import TRAINED
+    from normscope.tools.heal.table import healing_table
     from normscope.tools.heal.training import check_asked
 
     replacement = swapping.SwapChoice.of(func, init, per, shift)
@@ -136,7 +127,12 @@ def heal(
         swapping.print_kept_norms(choice, look, drawn_choice, out)
         whole["keep"] = choice.as_dict()
         written.append(drawn_choice)
-    _print(report, out)
+    out.table(healing_table(report))
+    swapping.print_left_out(report.not_refitted, report.left_out, out)
+    if report.restored:
+        out.warn("the drift did not fall: what was written has the start values")
+    elif report.left_with != TRAINED:
+        out.warn("training did not lower the drift: what was written is calibrated alone")
     swapping.print_quality(report.quality, report.no_quality, func, replacement.init, out)
     for path in written:
         out.result(str(path))
@@ -148,15 +144,3 @@ def _remark_on(check: TrainingCheck, out: Output) -> None:
     values = {"loss": check.loss, "drift on validation inputs": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
     out.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['state not kept']))}")
-
-
-def _print(report: HealReport, out: Output) -> None:
-    from normscope.tools.heal.reports import TRAINED
-    from normscope.tools.heal.table import healing_table
-
-    out.table(healing_table(report))
-    swapping.print_left_out(report.not_refitted, report.left_out, out)
-    if report.restored:
-        out.warn("the drift did not fall: what was written has the start values")
-    elif report.left_with != TRAINED:
-        out.warn("training did not lower the drift: what was written is calibrated alone")

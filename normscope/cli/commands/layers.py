@@ -7,7 +7,7 @@ from normscope.cli import options
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.runtime.records import as_json
-from normscope.show.tables.sites import layers_table
+from normscope.show.tables.catalogs import layers_table
 
 _FIELDS = (
     *("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls"),

@@ -11,7 +11,7 @@ from normscope.cli.figure_files import FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.runtime.files import check_writable
-from normscope.show.tables.sinks import sink_sentence
+from normscope.show.tables.card import sink_sentence
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
@@ -64,7 +64,7 @@ def plot(
         file = None
         if not compact:
             figure = normscope.plot(capture, fitted, color=color, **axes)
-            file = files.save(figure, heading(capture.about), _VIEW, capture, out)
+            file = files.save(figure, _VIEW, capture, out)
         sites = [site.name for site in capture.sites]
         figures.append({**capture.about, "file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]})
         seen.append(capture)
@@ -73,5 +73,5 @@ def plot(
     if compact or len(seen) > 1:
         title = heading(seen[0].about) if len(seen) == 1 else _OVERVIEW
         figure = normscope.figures.overview(seen, fits, layers="all", **axes)
-        together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, out)
+        together = files.save(figure, _COMPACT if compact else _VIEW, seen, out, title)
     out.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

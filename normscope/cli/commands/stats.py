@@ -44,16 +44,13 @@ def stats(
         with out.bars() as progress:
             cards = normscope.norm_cards(capture, networks.pop() if networks else None, progress=progress)
         out.heading(capture.about)
-        for table in card_tables(cards):
-            out.table(table)
+        out.table(*card_tables(cards))
         if files:
-            from normscope.show.figures.sheet import heading  # matplotlib takes a while
-
             figure = normscope.figures.plot_tails(capture, cards, **look.figure_options)
-            files.save(figure, heading(capture.about), "tails", capture, out)
+            files.save(figure, "tails", capture, out)
             if any(card.saturation for card in cards):
                 figure = normscope.figures.plot_saturation(capture, **look.figure_options)
-                files.save(figure, heading(capture.about), "saturation", capture, out)
+                files.save(figure, "saturation", capture, out)
         seen.append(capture)
         rows += [card.as_dict() for card in cards]
     out.document({"sites": rows, "skipped": skipped_as_json(seen)}, rows)

@@ -19,7 +19,7 @@ from normscope.cli.running import RunOptions, check_models
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Process
-from normscope.show.tables.sites import swapped_table
+from normscope.show.tables.drift import swapped_table
 from normscope.swaps.inits import published_name
 
 if TYPE_CHECKING:

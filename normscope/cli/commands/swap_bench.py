@@ -94,7 +94,7 @@ def swap_bench(
                 speeds.append(speed.as_dict())
                 views.append(("speed", normscope.figures.plot_speed(speed, **look.figure_options), speed.about))
             for view, figure, about in views:
-                file = files.save(figure, network.name, view, about, out)
+                file = files.save(figure, view, about, out, network.name)
                 figures.append({"model": network.name, "view": view, "file": file})
     if not process.is_first:
         raise typer.Exit
@@ -135,8 +135,7 @@ def _drift(
     out.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         out.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}")
-    for table in drift_tables(reports):
-        out.table(table)
+    out.table(*drift_tables(reports))
     if not any(report.quality for report in reports):
         out.result(f"No quality: {reports[0].no_quality}.")
     _print_calibration(reports, out)
@@ -170,6 +169,5 @@ def _speed(
     with out.bars() as progress:
         report = normscope.bench(network, curves=curves, full=full, quick=quick, progress=progress)
     out.heading(report.about)
-    for table in speed_tables(report):
-        out.table(table)
+    out.table(*speed_tables(report))
     return report

@@ -42,8 +42,7 @@ def timeline(
     kept = captures if norms and curves and None not in captures else ()
     fits = [normscope.fit(normscope.load_capture(path).only(norms), curves) for path in filter(None, kept)]
     out.heading(run.about)
-    for table in timeline_tables(run, fits):
-        out.table(table)
+    out.table(*timeline_tables(run, fits))
     if fits:
         out.title(f"step {run.steps[-1]:,}, from its capture")
         out.table(fits_table(fits[-1]))
@@ -51,7 +50,7 @@ def timeline(
         _VIEW: normscope.figures.plot_timeline(run, **look.figure_options),
         _SCURVES: normscope.figures.plot_scurves_by_step(run, **look.figure_options),
     }
-    saved = [files.save(figure, file.stem, view, run.about, out) for view, figure in figures.items()]
+    saved = [files.save(figure, view, run.about, out, file.stem) for view, figure in figures.items()]
     document = {
         **run.about,
         "curves": run.curves,

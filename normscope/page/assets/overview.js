@@ -39,7 +39,7 @@ function depthRows(capture) {
     { name: "Amplitude A", series: ofCurves(told("amplitude")) },
     { name: "Scale α, in units of 1/x", series: ofCurves(told("alpha")) },
     { name: "Spread of σ: 95th percentile over the 5th", series: [one("σ 95 : 5", ({ spread }) => spread)] },
-    { name: "|μ|/σ of the tokens", zero: true, series: [one("median", ({ offset }) => offset), { ...one("95 %", (all) => all.offset_p95), level: true }] },
+    { name: "|μ|/σ of the tokens", zero: true, series: [one("median", ({ offset }) => offset), { ...one("95%", (all) => all.offset_p95), level: true }] },
     { name: "Pairs beyond the linear range, %", zero: true, series: [one("share", ({ bent }) => bent === null ? null : 100 * bent)] },
     { name: "Σx² in three channels, %", zero: true, series: [one("share", (all) => all.channel_share === null ? null : 100 * all.channel_share)] },
     { name: "Massive channels, and massive tokens of 16", zero: true, whole: true, series: [

@@ -78,7 +78,8 @@ function short(value) {
 }
 
 function percent(share, digits = 1) {
-  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;
+  if (share === null || share === undefined) return "–";
+  return `${share > 0 && share < 0.001 ? Number((100 * share).toPrecision(2)) : (100 * share).toFixed(digits)}%`;
 }
 
 function grouped(count) {

@@ -96,7 +96,7 @@ function qualitySection(reports) {
   for (const report of measured) {
     for (const [network, value] of Object.entries(report.quality.scores)) if (network !== "original") rows.push([`${report.func}${network === "swapped" ? "" : `, ${network}`}`, report.init, score(value)]);
   }
-  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name], rows, { caption: `${over} · ${higher === false ? "lower" : "higher"} is better · in brackets 95 %`, terms: PAGE.terms.swaps })];
+  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name], rows, { caption: `${over} · ${higher === false ? "lower" : "higher"} is better · in brackets 95%`, terms: PAGE.terms.swaps })];
 }
 
 function speedSection(report) {

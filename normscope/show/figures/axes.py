@@ -42,12 +42,7 @@ _POINTS_AN_INCH = 40  # of the drawn E[y|x]
 
 @dataclass(frozen=True)
 class XAxis:
-    """An axis of x.
-
-    Attributes:
-        limits: of the axis.
-        linear_width: half-width of the part about zero that is (nearly) linear; None if all of the axis is.
-    """
+    """An axis of x: ``linear_width`` is half of the part about zero that is nearly linear, None if all of it is."""
 
     limits: Limits
     linear_width: float | None = None
@@ -109,14 +104,7 @@ class XAxis:
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a panel.
-
-    Attributes:
-        x: its axis of x.
-        y: limits of y.
-        sigma: the smallest and the largest σ that a colour stands for; NaN where no token is drawn.
-        shared: whether other panels have the same.
-    """
+    """The scales of a panel: axes, and the range of σ in its colours, NaN without tokens; ``shared`` with others."""
 
     x: XAxis
     y: Limits
@@ -128,15 +116,8 @@ def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, share
     """Return the scales of one or several sites, which end where their pairs do and contain zero.
 
     A linear axis leaves out spikes: it becomes e times as long only for 3 pairs in 10,000. The other axes contain every
-    pair. Limits of y contain every y on the axis, and the norm's bound if the pairs come near it.
-
-    Args:
-        sites: the norms and their sums.
-        xscale: ``linear`` or ``asinh``.
-        shared: whether other panels have the same.
-
-    Raises:
-        UsageError: if there is no such scale.
+    pair. Limits of y contain every y on the axis, and the norm's bound if the pairs come near it. UsageError for an
+    unknown scale.
     """
     check_xscale(xscale)
     filled = [(site, stats) for site, stats in sites if stats.n_pairs]
@@ -150,12 +131,8 @@ def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, share
     if xscale != LINEAR:
         low, high = axis.at(np.array(_with_margins(*axis.along(np.array(ends)).tolist()))).tolist()
         axis = replace(axis, limits=(low, high))
-    return Scales(
-        axis,
-        (min(bottoms), max(tops)),
-        (min(sigmas, default=math.nan), max(sigmas, default=math.nan)),
-        shared,
-    )
+    sigma = min(sigmas, default=math.nan), max(sigmas, default=math.nan)
+    return Scales(axis, (min(bottoms), max(tops)), sigma, shared)
 
 
 def _with_margins(low: float, high: float) -> Limits:
@@ -224,16 +201,9 @@ def pairs_beyond(moments: Tensor, limits: Limits) -> int:
 def mean_line(moments: Tensor, axis: XAxis, inches: float) -> tuple[Array, Array]:
     """E[y|x] as a line that is drawn only where there are pairs.
 
-    Each point averages neighbouring bins that hold 32 pairs or more and lie on a twentieth of the axis at most; two
-    points farther apart than that are not joined.
-
-    Args:
-        moments: n, Σx, Σy, … per bin in ascending order of x: float64 ``(6, bins)``.
-        axis: that it is drawn along.
-        inches: width of the panel, 40 points an inch.
-
-    Returns:
-        x and y, ``(points,)``, with NaN where the line is broken.
+    Each point averages neighbouring bins that contain 32 pairs or more and lie on a twentieth of the axis at most. Two
+    points farther apart than that are not joined: NaN breaks the line between them. A panel has 40 points an inch.
+    The moments are n, Σx, Σy, … per bin in ascending order of x, ``(6, bins)``.
     """
     n, sum_x, sum_y = moments[:3, moments[0] > 0].numpy()
     low, high = axis.along(np.array(axis.limits))
@@ -258,10 +228,7 @@ def mean_line(moments: Tensor, axis: XAxis, inches: float) -> tuple[Array, Array
         if (total := n[window].sum()) >= _LEAST_COUNT:
             points.append((sum_x[window].sum() / total, sum_y[window].sum() / total))
             first = last + 1
-    return _broken(np.array(points).reshape(-1, 2), axis, (high - low) * _MOST_APART)
-
-
-def _broken(points: Array, axis: XAxis, farthest: float) -> tuple[Array, Array]:
-    gaps = np.flatnonzero(np.diff(axis.along(points[:, 0])) > farthest) + 1
-    x, y = np.insert(points, gaps, np.nan, axis=0).T
+    means = np.array(points).reshape(-1, 2)
+    gaps = np.flatnonzero(np.diff(axis.along(means[:, 0])) > (high - low) * _MOST_APART) + 1
+    x, y = np.insert(means, gaps, np.nan, axis=0).T
     return x, y

@@ -58,14 +58,8 @@ def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[F
     colours = shades(theme)(np.linspace(0, 0.8, len(ALPHAS)))
     looks = [(alpha, colour, dashes) for (alpha, dashes), colour in zip(ALPHAS.items(), colours, strict=True)]
     handles = [key(f"α = {alpha:g}", colour, dashes, lw=1.1) for alpha, colour, dashes in looks]
-    foot = [
-        _ABOVE,
-        *(
-            f"{curve.name}: f(u) = {curve.formula}"
-            for head, (curve, *_) in zip(heads, panels.values(), strict=True)
-            if head.endswith("…")
-        ),
-    ]
+    cut = [curve for head, (curve, *_) in zip(heads, panels.values(), strict=True) if head.endswith("…")]
+    foot = [_ABOVE, *(f"{curve.name}: f(u) = {curve.formula}" for curve in cut)]
     with sheet_of(options, theme, inches, height, {}, foot=foot, handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
         for ax in axes.flat[len(panels) :]:

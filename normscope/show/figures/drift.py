@@ -36,7 +36,7 @@ _SITE_INCHES, _PANEL_INCHES = 0.2, 1.3
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
-_BARS, _QUALITY_BARS = "Bars: 10th to 90th percentile over inputs", "; of the quality, 95 % interval"
+_BARS, _QUALITY_BARS = "Bars: 10th to 90th percentile over inputs", "; of the quality, 95% interval"
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _DODGE_OF_NUMBERS = 0.06  # of the distance of two ticks that are numbers, on which the points have to stand
@@ -183,16 +183,8 @@ def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *,
     ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
     _draw_bars(ax, [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)], line.colour, alpha=0.8)
     if x := [x for x, quantiles in points if math.isinf(quantiles.p90)]:  # crosses at the upper edge
-        look: dict[str, Any] = {
-            "marker": "X",
-            "ms": 3.6,
-            "mew": 0,
-            "color": line.colour,
-            "zorder": 5,
-            "ls": "",
-            "clip_on": False,
-        }
-        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), in_layout=False, **look)
+        look: dict[str, Any] = {"marker": "X", "ms": 3.6, "mew": 0, "color": line.colour, "zorder": 5, "ls": ""}
+        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), in_layout=False, clip_on=False, **look)
 
 
 def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any, alpha: float | None = None) -> None:
@@ -208,7 +200,7 @@ def with_unit(measure: str) -> str:
 def plot_keep(report: KeepReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
-    Medians with bars from the 10th to the 90th percentile over inputs; of the quality, 95 % intervals. An open square
+    Medians with bars from the 10th to the 90th percentile over inputs; of the quality, 95% intervals. An open square
     is the calibrated swap on held-out inputs; crosses are medians after ``after`` on the inputs that decide there. Each
     tick names the norm kept in addition.
 

@@ -47,7 +47,7 @@ def r_squared(fits: Sequence[CurveFit]) -> FitNumber:
 def draw_number(
     ax: Axes, number: FitNumber, points: Sequence[tuple[float, CurveFit]], look: Mapping[str, Any], ceiling: Any
 ) -> None:
-    """Draw a number of each fit at its x, with 95 % intervals; of R² also the ceiling, in a colour.
+    """Draw a number of each fit at its x, with 95% intervals; of R² also the ceiling, in a colour.
 
     A ceiling that is known to be too low is not drawn. Markers of fits whose A and α are not identified are open.
     """
@@ -79,7 +79,7 @@ def handles_of_fits(fits: Sequence[CurveFit], theme: Style) -> list[Artist]:
     if any(fit.r2_ceiling is not None for fit in fits):
         handles.append(key("ceiling: held-out R² of the best function of x", theme.ink, ":", marker="_", ms=4))
     if any(fit.intervals for fit in fits):
-        handles.append(key("95 % interval", theme.ink, "", marker="|", ms=6))
+        handles.append(key("95% interval", theme.ink, "", marker="|", ms=6))
     return handles
 
 

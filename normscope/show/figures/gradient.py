@@ -38,6 +38,7 @@ from normscope.show.figures.text import (
     wrapped,
     write_above,
 )
+from normscope.show.tables.table import number
 
 Array = NDArray[np.float64]
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
@@ -51,7 +52,7 @@ _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
 _GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
 _FOOT = (
-    "×: 84th over 16th percentile of the drawn tokens; tail: 1 % of the pairs, beyond the grey line",
+    "×: 84th over 16th percentile of the drawn tokens; tail: 1% of the pairs, beyond the grey line",
     "Below: medians, and for DyT's constant the 16th to 84th percentile",
 )
 
@@ -95,7 +96,15 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
             block, column = divmod(number, across)
             above, below = axes[2 * block : 2 * block + 2, column]
             fits_here = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
-            _draw_site(above, below, site, capture.stats[site.name], view, fits_here, theme, room)
+            above.set_visible(True)
+            stats = capture.stats[site.name]
+            drawn = drawn_jacobians(site, stats)
+            if isinstance(drawn, str):
+                _decline(above, f"No closed form: {drawn}.", room)
+            else:
+                below.set_visible(True)
+                _draw_diagonal(above, site, stats, drawn, fits_here, theme, room)
+                _draw_constants(below, view, drawn, theme, room)
             pad = write_above(above, [*head, *[[]] * (most - len(head))])
             look: dict[str, Any] = {"loc": "left", "y": 1, "pad": pad, "parse_math": False}
             above.set_title(tail(names[site.name], room, TITLE), fontproperties=TITLE, **look)
@@ -103,26 +112,6 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Un
                 above.set_ylabel("∂y$_i$/∂x$_i$", labelpad=1)
                 below.set_ylabel("σ and √C" + ", in units of x" * (height > _LABEL_INCHES), labelpad=1)
     return figure
-
-
-def _draw_site(
-    above: Axes,
-    below: Axes,
-    site: NormSite,
-    stats: PairStats,
-    view: GradientView,
-    fits: Sequence[CurveFit],
-    style: Style,
-    inches: float,
-) -> None:
-    drawn = drawn_jacobians(site, stats)
-    above.set_visible(True)
-    if isinstance(drawn, str):
-        _decline(above, f"No closed form: {drawn}.", inches)
-        return
-    below.set_visible(True)
-    _draw_diagonal(above, site, stats, drawn, fits, style, inches)
-    _draw_constants(below, view, drawn, style, inches)
 
 
 def _decline(ax: Axes, reason: str, inches: float) -> None:
@@ -146,8 +135,8 @@ def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
     shares = [view.share for view in views if not view.reason and math.isfinite(view.share)]
     if not shares:
         return []
-    ends = dict.fromkeys(f"{100 * end:.3g}" for end in (min(shares), max(shares)))
-    return [f"R²: of the derivatives, for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
+    ends = dict.fromkeys(number(end, ".1%") for end in (min(shares), max(shares)))
+    return [f"R²: of the derivatives, for the diagonal, which holds {' to '.join(ends)} of ‖J‖²"]
 
 
 def _draw_diagonal(

@@ -17,17 +17,9 @@ from normscope.show.figures.panel_data import extreme_channels
 from normscope.show.figures.panels import BAND, BAND_ALPHA, CURVE_WIDTH, MEAN_WIDTH, RESIDUAL, Panel, best_of
 from normscope.show.figures.sheet import key
 from normscope.show.figures.style import FULL, NO_LABELS, densities
-from normscope.show.figures.text import (
-    TITLE,
-    Words,
-    lines_of_words,
-    signed,
-    tail,
-    words_inches,
-    wrapped,
-    write_above,
-)
-from normscope.show.tables.sinks import sink_sentence
+from normscope.show.figures.text import TITLE, Words, lines_of_words, signed, tail, words_inches, wrapped, write_above
+from normscope.show.tables.card import sink_sentence
+from normscope.show.tables.table import percent
 
 HEAD_INCHES = 0.13
 _LEAST_ROOM = 1.2  # inches, for the word "channels"
@@ -158,7 +150,7 @@ def _module(panel: Panel) -> list[Words]:
     if (function := site_saturation(panel.site, panel.stats)) is None:
         return []
     shift = [signed(f"s {function.shift.p50:.3g}")] if function.shift.p50 else []
-    share = [] if function.saturated is None else [f"{100 * function.saturated:.2g} % saturated"]
+    share = [] if function.saturated is None else [f"{percent(function.saturated)} saturated"]
     parts = [f"{function.curve}, α {function.alpha.p50:.3g}", *shift, *share]
     return lines_of_words([(text, panel.style.ink) for text in parts], panel.room)
 

@@ -48,15 +48,9 @@ def drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
 
 
 def image(stats: PairStats, x_edges: Array, y_edges: Array) -> Array:
-    """Spread the counted pairs evenly over each cell, and gather them by pixel.
+    """Return the number of pairs per pixel, ``(rows, columns)``, of counts that are spread evenly over their cells.
 
-    Args:
-        stats: sums of a site.
-        x_edges: of the pixels, ascending, ``(columns + 1,)``.
-        y_edges: likewise, ``(rows + 1,)``.
-
-    Returns:
-        Number of pairs per pixel, float64 ``(rows, columns)``, rows in ascending order of y.
+    The edges of pixels ascend, ``(columns + 1,)`` and ``(rows + 1,)``.
     """
     counts = stats.density.numpy().astype(np.float64)
     return _gathered(_gathered(counts, DENSITY_X_GRID, x_edges).T, DENSITY_Y_GRID, y_edges)
@@ -103,7 +97,7 @@ def residuals(
     Args:
         moments: n, Σx, Σy, … per fold and bin of x: float64 ``(folds, 6, bins)``.
         fits: of this site, none degenerate.
-        width: of a group along x at most, unless it would contain too few pairs.
+        width: of a group at most, unless it would contain too few pairs.
         least_count: least number of pairs of a group.
         along: position of x on an axis, in units of the width.
 

@@ -41,18 +41,7 @@ _MOST_DRAWN = 4  # curves at most
 
 @dataclass(frozen=True)
 class Panel:
-    """Data and style of the panels of one site.
-
-    Attributes:
-        site: the norm.
-        name: its short name.
-        stats: its sums.
-        fits: those that are drawn.
-        style: of the figure.
-        looks: colour and dashes of each curve.
-        scales: of its axes and colours.
-        inches: width of the panel between its edges, roughly.
-    """
+    """Data and style of the panels of one site, which are roughly ``inches`` wide between their edges."""
 
     site: NormSite
     name: str

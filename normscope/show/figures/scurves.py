@@ -172,10 +172,8 @@ def overview(
         raise UsageError("There is no capture to draw; an overview takes one or more.")
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme, chosen = (
-        theme_of(options, overview.__kwdefaults__ or ()),
-        [select(capture.sites, layers) for capture in captures],
-    )
+    theme = theme_of(options, overview.__kwdefaults__ or ())
+    chosen = [select(capture.sites, layers) for capture in captures]
     columns = max(min(_ACROSS, len(sites)) for sites in chosen)
     width = inches_of(options.get("width"), _COLUMN_INCHES * max(2, columns))
     columns = columns if width / columns >= _LEAST_COLUMN else 2

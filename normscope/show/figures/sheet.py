@@ -89,9 +89,9 @@ def sheet_of(
         options: of the user, including title and caption: with a caption,
             :func:`normscope.figures.save_figure` writes the foot beside the figure.
         style: of the figure.
-        width: in inches.
+        width: of the figure, in inches.
         height: of its panels, in inches; title, legend and foot add to it.
-        about: of the network.
+        about: the network.
         detail: in the default title, after the network's name.
         foot: sentences above the line of weights and data, each on a line of its own, the most important first.
         handles: of the legend; long labels are wrapped.

@@ -121,14 +121,9 @@ def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
 
 
 def write_above(ax: Axes, lines: Sequence[Words]) -> float:
-    """Write lines of coloured words right above a panel, from its left edge.
+    """Write lines of coloured words right above a panel, and return the pad of a title above them, in points.
 
-    Args:
-        ax: the panel.
-        lines: from top to bottom; empty ones leave room, so that titles above neighbouring panels are in line.
-
-    Returns:
-        The pad of a title above them, in points.
+    Empty lines leave room, so that titles above neighbouring panels are in line.
     """
     look: dict[str, Any] = {"fontproperties": NOTE, "parse_math": False, "in_layout": False}
     for number, words in enumerate(reversed(lines)):

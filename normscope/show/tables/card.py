@@ -1,21 +1,32 @@
-"""Norm cards as tables for a terminal, a row a site."""
+"""Norm cards as tables for a terminal, a row a site, and the sinks in their tails as a sentence."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from normscope.show.tables.sinks import sink_sentence
-from normscope.show.tables.table import NONE, Column, TextTable, names, number, several, table_of, words
+from normscope.errors import count
+from normscope.runtime.files import visible
+from normscope.show.tables.table import (
+    NONE,
+    Column,
+    TextTable,
+    names,
+    number,
+    percent,
+    rounded,
+    several,
+    table_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard, Tails
+    from normscope.fits.curve_fit import CurveFit
     from normscope.fits.saturation import OverChannels, Saturation
 
-
+_SHARE = ".1%"  # form of numbers
 _NAMED = 2  # channels or positions in a cell
-_SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
 _NUMBERS_OF_CHANNELS = (1, 2, 4, 8, 16)  # that predict σ²
 
 
@@ -30,18 +41,12 @@ def card_tables(cards: Sequence[NormCard]) -> list[TextTable]:
 
 def scale_table(cards: Sequence[NormCard]) -> TextTable:
     """Make a table with one line per site: effects of centring and scaling on its tokens."""
-
-    def linear(card: NormCard) -> str:
-        if card.straight:
-            return "straight"
-        return NONE if card.linear is None else percent(card.linear)
-
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
-        *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
-        *several(("σ 5 %", "σ 50 %", "σ 95 %"), _scale, (3, 0, 3)),
+        *several(("|μ|/σ", "95%", "mean's share", "without"), _centring, (0, 0, 4, 1)),
+        *several(("σ 5%", "σ 50%", "σ 95%"), _scale, (3, 0, 3)),
         *several(("95:5", "eps", "holds to"), lambda card: _scale(card)[3:], (0, 5, 6)),
-        Column("linear", linear, drop=2),
+        Column("linear", lambda card: "straight" if card.straight else number(card.linear, _SHARE), drop=2),
     ]
     return table_of(cards, columns, about="stats", remark=_nothing)
 
@@ -81,7 +86,7 @@ def tails_table(cards: Sequence[NormCard]) -> TextTable:
         ),
         words("channels", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
-        *several(("90 % of y²", "cosine"), lambda card: _tails(card)[8:], (7, 6)),
+        *several(("90% of y²", "cosine"), lambda card: _tails(card)[8:], (7, 6)),
     ]
     sink = sink_sentence(cards)
     caption = [sink] if sink else []
@@ -93,12 +98,9 @@ def channels_table(cards: Sequence[NormCard]) -> TextTable:
 
     def cells(card: NormCard) -> list[str]:
         leading, r2 = card.tails.channels if card.tails else (), card.scale.r2 if card.scale else ()
-        listed = [
-            ", ".join(str(channel.channel) for channel in leading),
-            *(", ".join(percent(getattr(channel, of)) for channel in leading) for of in ("share", "of_y", "of_output")),
-            ", ".join(f"{channel.gamma:z.2f}" for channel in leading),
-        ]
-        return [*listed, *(f"{r2[k - 1]:.3f}" if k <= len(r2) else NONE for k in _NUMBERS_OF_CHANNELS)]
+        shares = ([number(getattr(row, of), _SHARE) for row in leading] for of in ("share", "of_y", "of_output"))
+        lists = [[str(row.channel) for row in leading], *shares, [f"{row.gamma:z.2f}" for row in leading]]
+        return [*map(", ".join, lists), *(f"{r2[k - 1]:.3f}" if k <= len(r2) else NONE for k in _NUMBERS_OF_CHANNELS)]
 
     headings = ("leading", "of Σx²", "of Σy²", "of Σ(γy)²", "γ : median", *(f"R² of {k}" for k in _NUMBERS_OF_CHANNELS))
     columns = [names("site", lambda card: card.site), *several(headings, cells, (0, 3, 4, 0, 2, 0, 5, 0, 6, 1))]
@@ -112,7 +114,7 @@ def channels_table(cards: Sequence[NormCard]) -> TextTable:
 
 def _saturated(function: Saturation) -> list[str]:
     shares = (function.beyond_1, function.beyond_2, function.beyond_3, function.saturated)
-    return [NONE if share is None else percent(share) for share in shares]
+    return [number(share, _SHARE) for share in shares]
 
 
 def _over_channels(spread: OverChannels | None) -> str:
@@ -127,8 +129,8 @@ def _centring(card: NormCard) -> list[str]:
     centring = card.centring
     if centring is None:
         return [NONE] * 4
-    without = NONE if centring.change_without is None else percent(centring.change_without)
-    return [rounded(centring.offset_p50), rounded(centring.offset_p95), percent(centring.mean_share), without]
+    shares = (centring.mean_share, centring.change_without)
+    return [rounded(centring.offset_p50), rounded(centring.offset_p95), *(number(share, _SHARE) for share in shares)]
 
 
 def _scale(card: NormCard) -> list[str]:
@@ -138,7 +140,7 @@ def _scale(card: NormCard) -> list[str]:
     sigmas = [rounded(sigma) for sigma in (scale.sigma_p5, scale.sigma_p50, scale.sigma_p95, scale.spread)]
     if scale.touched is None or scale.holds_to is None:
         return [*sigmas, NONE, NONE]
-    return [*sigmas, percent(scale.touched), rounded(scale.holds_to)]
+    return [*sigmas, number(scale.touched, _SHARE), rounded(scale.holds_to)]
 
 
 def _tails(card: NormCard) -> list[str]:
@@ -148,10 +150,10 @@ def _tails(card: NormCard) -> list[str]:
         *(rounded(value) for value in (tails.kurtosis, tails.median, tails.largest)),
         rounded(tails.ratio) if tails.median > 0 else NONE,
         *(NONE if pairs is None else f"{pairs:,}" for pairs in (tails.beyond_100, tails.massive)),
-        ", ".join(f"{channel.channel}: {percent(channel.share)}" for channel in tails.channels[:_NAMED]),
+        ", ".join(f"{channel.channel}: {number(channel.share, _SHARE)}" for channel in tails.channels[:_NAMED]),
         _positions(tails),
-        NONE if tails.elements is None else percent(tails.elements),
-        NONE if tails.cosine is None else number(tails.cosine, ".2f"),
+        number(tails.elements, _SHARE),
+        number(tails.cosine, ".2f"),
     ]
 
 
@@ -166,19 +168,24 @@ def _positions(tails: Tails) -> str:
     return named if len(positions) <= _NAMED else f"{named}, …"
 
 
-def rounded(value: float) -> str:
-    """Return a number with three digits, or up to six before the point.
+def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
+    """Describe the sink that changes R² most, and the number of further sites with one; None if there is none.
 
-    >>> rounded(25966.4), rounded(0.12345), rounded(6.7e8)
-    ('25,966', '0.123', '6.7e+08')
+    Of several records of one site, the first counts.
     """
-    if math.isinf(value):
-        return "∞"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    sinks = {record.site: record.sink for record in reversed(records) if record.sink}
+    if not sinks:
+        return None
 
+    def gain(site: str) -> tuple[float, float]:
+        r2, without, share = sinks[site].r2, sinks[site].r2_without, sinks[site].share
+        return (-1.0 if r2 is None or without is None else without - r2), share
 
-def percent(share: float) -> str:
-    """A share in percent; what is not zero does not read as 0.0 %."""
-    if 0 < share < _SMALLEST_SHARE:
-        return "<0.1 %"
-    return f"{100 * share:.1f} %"
+    site = max(sinks, key=gain)
+    sink, more = sinks[site], len(sinks) - 1
+    share = percent(sink.share) if sink.share < 0.995 else "over 99%"
+    text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"
+    if sink.r2_without is not None:
+        with_it = f"({sink.r2:.3f} with it): --skip {sink.position + 1}"
+        text += f"; without it {sink.curve}'s R² (of all pairs) is {sink.r2_without:.3f} {with_it}"
+    return text + (f"; likewise at {count(more, 'further site')}" if more else "")

@@ -1,11 +1,13 @@
-"""Drift and quality of swaps, and norms kept, as tables."""
+"""The sites of a swap, its drift and quality, and norms kept, as tables."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from normscope.show.tables.glossary import DEFINITIONS, TERMS
 from normscope.show.tables.table import NONE, Column, TextTable, names, number, several, table_of, words
 from normscope.swaps.drift.reports import DriftReport, KeepReport, KeepStep
 from normscope.swaps.inits import published_name
@@ -14,6 +16,31 @@ from normscope.swaps.reports import Drift, Quality, Quantiles
 Swap = tuple[DriftReport, Drift]
 _NEAR = 0.1  # of the output's length
 _OF_OUTPUT = "L2: ‖swapped − original‖ / ‖original‖ of the output; medians and percentiles over inputs"
+
+
+def swapped_table(rows: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Make a table with one line per swapped site, with medians over the channels of per-channel curves.
+
+    Each row has ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2``, ``per_channel``,
+    ``straight`` and ``weights_by``; a missing number is None.
+    """
+    straight = any(row["straight"] for row in rows)
+    columns: list[Column[Mapping[str, Any]]] = [
+        names("site", lambda row: row["site"]),
+        words("norm", lambda row: row["norm"], 1),
+        words("replaced by", lambda row: published_name(row["curve"])),
+        Column("A", lambda row: "straight" if row["straight"] else number(row["amplitude"], ".4g")),
+        Column("α", lambda row: NONE if row["straight"] else number(row["alpha"], ".4g")),
+        Column("A·α", lambda row: number(row["amplitude"] * row["alpha"], ".4g") if row["straight"] else "", straight),
+        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
+        Column("R²", lambda row: number(row["r2"], ".4f")),
+    ]
+    caption = ["A, α, s and R² are medians over the channels"] if any(row["per_channel"] for row in rows) else []
+    if any(row["weights_by"] == "gamma" for row in rows):
+        caption.append("pairs weighted by γ², the error that reaches the next layer; `normscope fit` weights all alike")
+    if straight:
+        caption.append(f"straight: {DEFINITIONS[TERMS]['straight']}")
+    return table_of(rows, columns, caption=caption)
 
 
 def drift_tables(reports: Sequence[DriftReport]) -> list[TextTable]:
@@ -102,9 +129,8 @@ def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
 
 def _near(report: DriftReport) -> str:
     """Return how many sites can be swapped in turn before the median L2 exceeds the limit."""
-    if not report.cumulative:
-        return NONE
-    return str(sum(1 for _ in itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)))
+    near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)
+    return str(len(list(near))) if report.cumulative else NONE
 
 
 def _end(row: Drift | None) -> list[str]:
@@ -144,29 +170,24 @@ def quality_table(qualities: Mapping[tuple[str, str], Quality]) -> TextTable:
         networks[func, init] = quality.scores["swapped"]
         if healed := quality.scores.get("healed"):
             networks[f"{func}, after heal", init] = healed
-    form = _form_of(first)
 
     def bounds(network: tuple[str, str]) -> str:
-        return " – ".join(format(bound, form) for bound in networks[network].interval or ())
+        return " – ".join(_score(first, bound) for bound in networks[network].interval or ())
 
     columns: list[Column[tuple[str, str]]] = [
         words("norms", lambda network: published_name(network[0])),
         words("init", lambda network: network[1]),
-        Column(first.name, lambda network: _quality(networks[network].value, form)),
-        Column("95 %", bounds, any(score.interval for score in networks.values())),
+        Column(first.name, lambda network: _score(first, networks[network].value)),
+        Column("95%", bounds, any(score.interval for score in networks.values())),
     ]
     words_of = {True: "higher is better", False: "lower is better", None: "a function of your own"}
     better = words_of[first.higher_is_better]
-    interval = "95 %: Wilson's interval" if networks["original", ""].interval else ""
+    interval = "95%: Wilson's interval" if networks["original", ""].interval else ""
     return table_of(networks, columns, caption=filter(None, [first.over, better, interval]))
 
 
-def _quality(value: float, form: str) -> str:
-    return "∞" if value == math.inf else number(value, form)
-
-
-def _form_of(quality: Quality) -> str:
-    return ".1%" if quality.name.endswith("accuracy") else "#.5g"
+def _score(quality: Quality, value: float) -> str:
+    return "∞" if value == math.inf else number(value, ".1%" if quality.name.endswith("accuracy") else "#.5g")
 
 
 def keep_table(report: KeepReport) -> TextTable:
@@ -176,11 +197,10 @@ def keep_table(report: KeepReport) -> TextTable:
     worked_on = any(step.worked_on is not None for step in report.steps)
     shown = report.steps if worked_on else steps  # of what was tried and not taken, too
     measured = quality.name if quality else "quality"
-    form = _form_of(quality) if quality else ""
 
     def score(step: KeepStep) -> str:
         scored = quality.scores.get(f"{step.kept} kept") if quality else None
-        return NONE if scored is None else number(scored.value, form)
+        return _score(quality, scored.value) if quality and scored else NONE
 
     columns: list[Column[KeepStep]] = [
         Column("kept", lambda step: str(step.kept)),
@@ -193,6 +213,6 @@ def keep_table(report: KeepReport) -> TextTable:
     ]
     caption = [f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"]
     if quality:
-        original = number(quality.scores["original"].value, form)
+        original = _score(quality, quality.scores["original"].value)
         caption.append(f"{quality.name} of the original: {original}, {quality.over}")
     return table_of(shown, columns, caption=caption, about="swap")

@@ -12,8 +12,19 @@ from normscope.curves.known import FREE
 from normscope.errors import count
 from normscope.fits.saturation import MODULE
 from normscope.runtime.files import visible
-from normscope.show.tables.sinks import sink_sentence
-from normscope.show.tables.table import NONE, Column, TextTable, measured, names, number, several, table_of, words
+from normscope.show.tables.card import sink_sentence
+from normscope.show.tables.table import (
+    NONE,
+    Column,
+    TextTable,
+    measured,
+    names,
+    number,
+    percent,
+    several,
+    table_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from normscope.fits.comparison import Compared, Comparison, Ratio
@@ -38,10 +49,10 @@ def fits_table(fits: Sequence[CurveFit]) -> TextTable:
         words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
         *several(("params", "A", "α"), _shape, (9, 1, 0)),
         Column("s", lambda fit: _with_interval(fit, "shift") if fit.shift else NONE, _shifted(fits), drop=4),
-        Column("slope", lambda fit: measured(fit.slope, fit.intervals.get("slope"), half=False), drop=6),
+        Column("slope", lambda fit: _with_interval(fit, "slope", half=False), drop=6),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f"), drop=3 if held_out else 0),
         Column("held-out R²", lambda fit: measured(fit.r2_cv, fit.intervals.get("r2"), ".4f", half=False), held_out),
-        Column("ceiling", _ceiling, drop=2),
+        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f", half=False), drop=2),
         Column("RMSE", lambda fit: number(fit.rmse, ".4g"), drop=7),
         Column("tail", lambda fit: number(fit.tail_rmse, ".4g"), drop=8),
         Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=2 if functions else 10),
@@ -63,7 +74,7 @@ def channels_table(fits: Sequence[CurveFit]) -> TextTable:
         names("site", lambda row: row[0], once=True),
         words("curve", lambda row: row[1]),
         *several(
-            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"),
+            ("channels", "bend", "nothing", "A", "α 5%", "α", "α 95%", "R² 5%", "R²", "R² 95%"),
             lambda row: row[2:],
             (3, 2, 4, 0, 1, 0, 1, 1, 0, 1),
         ),
@@ -82,7 +93,7 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> TextTable:
         names("site", lambda row: row.site),
         Column("tokens", lambda row: f"{row.n_tokens:,}", drop=2),
         *several(
-            [*(f"{share:.0%}" for share in shares), "95:5"],
+            [*(percent(share) for share in shares), "95:5"],
             lambda row: [number(value, ".4g") for value in (*row.slopes.values(), row.ratio)],
             [int(not 0.05 <= share <= 0.95) for share in shares],
         ),
@@ -115,12 +126,8 @@ def _shape(fit: CurveFit) -> list[str]:
     return [parameters, fit.doubt or _with_interval(fit, "amplitude"), alpha]
 
 
-def _ceiling(fit: CurveFit) -> str:
-    return measured(fit.r2_ceiling, fit.intervals.get("r2_ceiling"), ".4f", half=False)
-
-
-def _with_interval(fit: CurveFit, name: str, form: str = ".4g") -> str:
-    return measured(getattr(fit, name), fit.intervals.get(name), form)
+def _with_interval(fit: CurveFit, name: str, form: str = ".4g", *, half: bool = True) -> str:
+    return measured(getattr(fit, name), fit.intervals.get(name), form, half=half)
 
 
 def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
@@ -159,7 +166,7 @@ def _folds(fits: Iterable[CurveFit]) -> str:
     folds = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
     if not folds:
         return "no folds, and so no intervals and no ceiling"
-    return f"±: half of the 95 % interval, a jackknife over folds by {folds}"
+    return f"±: half of the 95% interval, a jackknife over folds by {folds}"
 
 
 def _formula(fits: Sequence[CurveFit]) -> str:
@@ -217,12 +224,13 @@ def matching_lines(comparison: Comparison) -> list[str]:
 
 def _numbers(fit: CurveFit, heading: str) -> list[str]:
     value = fit.r2 if heading == "R²" else fit.r2_cv
-    r2 = [measured(value, fit.intervals.get("r2"), ".4f", half=False), _ceiling(fit)]
+    ceiling = _with_interval(fit, "r2_ceiling", ".4f", half=False)
+    r2 = [measured(value, fit.intervals.get("r2"), ".4f", half=False), ceiling]
     if fit.curve == FREE:
         return [NONE, NONE, NONE, *r2]
-    amplitude = measured(fit.amplitude, fit.intervals.get("amplitude"), half=False)
+    amplitude = _with_interval(fit, "amplitude", half=False)
     shape = [fit.doubt, ""] if fit.doubt else [amplitude, _with_interval(fit, "alpha")]
-    return [*shape, measured(fit.slope, fit.intervals.get("slope"), half=False), *r2]
+    return [*shape, _with_interval(fit, "slope", half=False), *r2]
 
 
 def _against_first(row: Compared) -> list[str]:

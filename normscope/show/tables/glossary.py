@@ -18,7 +18,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "A and α not identified": "the pairs do not reach the bend of a curve with slope 0 or ∞ at its origin",
         "E[y|x]": "mean of y at each x, estimated from the pairs; also called the conditional mean, or free",
         "fold": "one of eight parts of the inputs, by source, left out in turn for intervals and held-out numbers",
-        "±": "half of the 95 % interval, from a jackknife over the folds",
+        "±": "half of the 95% interval, from a jackknife over the folds",
         "tail": "pairs with the largest |x|; each table states where its tail begins",
         "massive activation": "|x| > 100 and |x| > 1000 × the median of |x| (arXiv 2402.17762)",
         "capture": "file or object with the sums over all pairs of a run; commands accept it in place of a model",
@@ -44,7 +44,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
         "R²": "1 minus the mean squared error over the variance of y",
         "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
-        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
+        "saturated": "share of the pairs where |f′| is under 5% of its peak",
         "|μ|/σ": "distance of a token's mean from zero, in units of its σ: median over tokens",
         "95:5": "95th over 5th percentile of σ: the spread that bends the S-curve",
         "f": "function of a point-wise module, weight·f(αx + s) + bias",
@@ -86,17 +86,17 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "error": "largest |y − line| among the elements of the drawn tokens",
     },
     "stats": {
-        "95 %": "95th percentile of |μ|/σ over tokens",
+        "95%": "95th percentile of |μ|/σ over tokens",
         "mean's share": "share of a token's Σx² that is due to its mean",
         "without": "change of y if the norm did not centre, Σ(y − RMSNorm(x))²/Σy²",
         "σ PERCENTILE": "percentile over tokens of the divisor σ = 1/rstd, with eps",
-        "eps": "share of tokens whose y eps lowers by 1 % or more",
-        "holds to": "factor by which x can shrink before eps changes y by 1 %, for 99 % of the tokens",
-        "linear": "share of pairs where the fitted tanh is within 5 % of its tangent",
+        "eps": "share of tokens whose y eps lowers by 1% or more",
+        "holds to": "factor by which x can shrink before eps changes y by 1%, for 99% of the tokens",
+        "linear": "share of pairs where the fitted tanh is within 5% of its tangent",
         "α": "the module's own; a range, in any column, is the 5th to 95th percentile over channels",
         "slope": "slope of f(αx + s) at x = 0, α·f′(s)",
         "α×std": "α times that standard deviation",
-        "saturated": "share of pairs beyond the ends of f, where |f′| stays under 5 % of its peak",
+        "saturated": "share of pairs beyond the ends of f, where |f′| stays under 5% of its peak",
         "|weight|": "magnitude of the weight",
         "stuck": "number of channels with all x beyond the same end of f",
         "dead": "number of channels of constant output: x is constant, or α or the weight is zero",
@@ -107,7 +107,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "massive": "number of massive activations: |x| > 100 and |x| > 1000 × the median",
         "channels": "channels with the largest shares of Σx²",
         "tokens": "positions, within their samples, of the 16 tokens of largest |x|, and how many have each",
-        "90 % of y²": "share of a token's elements that contain 90 % of its Σy², median; 44 % if it is normal",
+        "90% of y²": "share of a token's elements that contain 90% of its Σy², median; 44% if it is normal",
         "cosine": "mean cosine between the y of two of the 16 tokens of largest |x|",
         "leading": "the 4 channels of largest Σx²",
         "of Σx²": "share of each in Σx²",
@@ -140,18 +140,18 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "tokens": "number of tokens drawn, of all tokens",
         "share": "share of ‖∂y/∂x‖² on the diagonal, mean over the tokens drawn",
         "least": "smallest such share, among the tokens of largest |x| too",
-        "in tail": "share of the diagonal in its row, mean over the 1 % of drawn pairs of largest |x|",
+        "in tail": "share of the diagonal in its row, mean over the 1% of drawn pairs of largest |x|",
         "ceiling": "held-out R² of ∂y_i/∂x_i by the best function of x found",
         "R² CURVE′": "R² of ∂y_i/∂x_i over all pairs, by the curve's derivative",
-        "of": "centre, or tail: the 1 % of the pairs of largest |x|",
+        "of": "centre, or tail: the 1% of the pairs of largest |x|",
         "1/rstd": "σ, or ρ without centring, which DyT holds constant: median",
         "√C": "root of DyISRU's constant C, in the same unit: median",
         "p84/p16": "ratio of the quantiles 0.84 and 0.16 of the quantity to its left, 1 where it is constant",
         "raw √C": "the same ratio for √(x²(d/y² − 1)), with the token's mean in x",
-        "steadier for": "curve whose constant spreads less; alike: the ratios differ by at most 5 %",
+        "steadier for": "curve whose constant spreads less; alike: the ratios differ by at most 5%",
     },
     "compare": {
-        "α ratio": "α over that of capture 1, with its 95 % interval; *: the interval excludes 1",
+        "α ratio": "α over that of capture 1, with its 95% interval; *: the interval excludes 1",
         "slope ratio": "slope over that of capture 1, likewise",
         "held-out R²": "R² on folds that the curve was not fitted to",
         "R² of 1": "R² of capture 1's curve on these pairs",
@@ -171,7 +171,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     "swap": {
         "replaced by": "function in place of the norm",
         "QUALITY": "score of the network's task, such as top-1 accuracy or perplexity",
-        "95 %": "Wilson's interval of an accuracy",
+        "95%": "Wilson's interval of an accuracy",
         "kept": "number of norms that were not replaced",
         "norm put back": "norm kept in addition to those above",
         "swapped": "number of norms replaced",
@@ -227,7 +227,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     "report": {
         "σ median": "median over tokens of the divisor σ = 1/rstd, with eps",
         "σ 95:5": "95th over 5th percentile of σ",
-        "beyond linear": "share of pairs where the fitted tanh is over 5 % from its tangent",
+        "beyond linear": "share of pairs where the fitted tanh is over 5% from its tangent",
         "Σx² in 3": "share of Σx² in the three channels with the largest shares",
         "massive pairs": "number of massive activations",
         "massive channels": "number of channels with massive activations",
@@ -252,7 +252,7 @@ _ALSO = {"swap-bench": ("swap",)}
 _NAMES = {
     "CURVE": ".+",
     "QUALITY": ".*(accuracy|perplexity|correlation|error)",
-    "PERCENTILE": r"\d+-?%",
+    "PERCENTILE": r"\d+%",
     "NUMBER": r"\d+",
 }
 _TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
@@ -279,9 +279,9 @@ def _pattern(heading: str) -> str:
 def typed(heading: str) -> str:
     """Return a heading as any keyboard types it: lower case, hyphens for spaces, Greek letters by name.
 
-    >>> typed("R² 95 %"), typed("α"), typed("held-out R²"), typed("|μ|/σ")
-    ('r2-95-%', 'alpha', 'held-out-r2', '|mu|/sigma')
+    >>> typed("R² 95%"), typed("α"), typed("held-out R²"), typed("|μ|/σ")
+    ('r2-95%', 'alpha', 'held-out-r2', '|mu|/sigma')
     """
     letters = unicodedata.normalize("NFKC", heading).casefold()
     named = (unicodedata.name(letter).split()[-1].casefold() if "α" <= letter <= "ω" else letter for letter in letters)
-    return "".join(named).translate(_TYPED)
+    return "".join(named).translate(_TYPED).replace("-%", "%")

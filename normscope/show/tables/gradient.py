@@ -40,7 +40,7 @@ def jacobians_table(views: Sequence[GradientView]) -> TextTable:
     over = ", ".join(sorted({view.folds for view in views if view.folds}))
     caption = [
         "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative",
-        f"±: half of the 95 % interval, a jackknife over folds by {over}" if over else "no folds, and so no intervals",
+        f"±: half of the 95% interval, a jackknife over folds by {over}" if over else "no folds, and so no intervals",
     ]
 
     return table_of(

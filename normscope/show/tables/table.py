@@ -24,6 +24,7 @@ NONE = "–"
 _LEAST_FOLDED, _MOST_FOLDED = 16, 32  # least width of a column that folds, by its texts' longest part
 _LEAST_CAPTION = 80
 _MOST_DECIMALS = 8
+_SMALL_SHARE = 0.001  # less has too few digits in columns of percentages with one decimal
 _ROUNDING = 1e-9  # of a number: a narrower interval is of rounding errors, as where A·α is fixed
 # A long name may continue on a new line after a dot, slash, colon or hyphen, but not within 0.8910 or 1/8.
 _BREAKS = re.compile(r"(\s+)|(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)")
@@ -65,11 +66,7 @@ def words(heading: str, cell: Callable[[Row], str], drop: int = 0) -> Column[Row
 
 
 def several(
-    headings: Sequence[str],
-    cells: Callable[[Row], Sequence[str]],
-    drops: Sequence[int] = (),
-    *,
-    shown: bool = True,
+    headings: Sequence[str], cells: Callable[[Row], Sequence[str]], drops: Sequence[int] = (), *, shown: bool = True
 ) -> Iterable[Column[Row]]:
     """Declare columns of numbers whose texts one function returns, a list per row."""
     for n, (heading, drop) in enumerate(zip_longest(headings, drops, fillvalue=0)):
@@ -121,8 +118,7 @@ class TextTable:
     def only(self, names: Sequence[str]) -> TextTable:
         """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
 
-        Args:
-            names: headings, as :func:`normscope.show.tables.glossary.typed` returns them; others are ignored.
+        Headings are as :func:`normscope.show.tables.glossary.typed` returns them; others are ignored.
         """
         headings = list(map(typed, self.headings))
         chosen = self._selected([n for name in names for n, heading in enumerate(headings) if name == heading])
@@ -199,15 +195,10 @@ def table_of(
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
 ) -> TextTable:
-    """Make a table with one line per row.
+    """Make a table with one line per row, of the columns that are shown.
 
-    Args:
-        rows: records.
-        columns: of the table, without those that are not ``shown``.
-        caption: see :attr:`TextTable.parts`.
-        about: see :attr:`TextTable.about`.
-        remark: the reason why a row has no numbers, a line below the table; None where it has numbers.
-        named: number of shown columns that rows with a remark have.
+    ``remark`` returns the reason why a row has no numbers, which is written below the table, or None; such a row has
+    the first ``named`` columns alone.
     """
     columns = [column for column in columns if column.shown]
     texts, remarks, above = list[list[str]](), dict[str, None](), list[str]()
@@ -224,22 +215,40 @@ def table_of(
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number; None, infinity and NaN become a dash.
+    """Format a number; None, infinity and NaN become a dash, and shares under 0.1% get two digits.
 
-    >>> number(0.91234, ".3f"), number(None, ".3f"), number(math.inf, ".3f")
-    ('0.912', '–', '–')
+    >>> number(0.91234, ".3f"), number(None, ".3f"), number(0.469, ".1%"), number(0.00041, ".1%")
+    ('0.912', '–', '46.9%', '0.041%')
     """
-    return NONE if value is None or not math.isfinite(value) else format(value, form)
+    if value is None or not math.isfinite(value):
+        return NONE
+    return percent(value) if form.endswith("%") and 0 < abs(value) < _SMALL_SHARE else format(value, form)
+
+
+def percent(share: float) -> str:
+    """Return a share in percent with two digits, without a space at which a line could break.
+
+    >>> percent(0.0263), percent(0.996), percent(2.5e-6)
+    ('2.6%', '100%', '0.00025%')
+    """
+    return f"{float(f'{100 * share:.2g}'):g}%"
+
+
+def rounded(value: float) -> str:
+    """Return a number with three digits, or up to six before the point.
+
+    >>> rounded(25966.4), rounded(0.12345), rounded(6.7e8)
+    ('25,966', '0.123', '6.7e+08')
+    """
+    if math.isinf(value):
+        return "∞"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def measured(value: float | None, interval: tuple[float, float] | None, form: str = ".4g", *, half: bool = True) -> str:
-    """Round a number by the error of its interval, whose half width has two digits and is appended.
+    """Round a number by the error of its interval, whose half width has two digits and is appended if ``half``.
 
-    Args:
-        value: None, infinity and NaN become a dash.
-        interval: lower and upper bound; without one, or with one of rounding errors, ``form`` decides on the digits.
-        form: as of :func:`format`.
-        half: append half of the interval's width.
+    Without an interval, or with one of rounding errors, ``form`` decides on the digits, as for :func:`number`.
 
     >>> measured(12.3963, (11.42, 13.38)), measured(1234.5, (1100, 1400)), measured(0.91234, None, ".3f")
     ('12.40 ± 0.98', '1230 ± 150', '0.912')

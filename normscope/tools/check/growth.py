@@ -7,7 +7,7 @@ from typing import Any
 
 from normscope.errors import count
 from normscope.fits.spikes import SPIKE_RATIO, Spike, stream_of
-from normscope.show.tables.card import rounded
+from normscope.show.tables.table import rounded
 from normscope.tools.check.evidence import Evidence
 from normscope.tools.check.reports import Answer
 

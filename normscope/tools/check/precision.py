@@ -18,7 +18,7 @@ from normscope.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.spread import copied
-from normscope.show.tables.card import rounded
+from normscope.show.tables.table import rounded
 from normscope.tools.check.evidence import Evidence
 from normscope.tools.check.reports import Answer, Verdict, percent
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from normscope.show.tables.card import rounded
-from normscope.show.tables.table import NONE, Column, TextTable, names, several, table_of, words
+from normscope.show.tables.table import NONE, Column, TextTable, names, rounded, several, table_of, words
 from normscope.tools.check.reports import Answer, CheckReport
 
 

@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from normscope.show.figures.drift import with_unit
 from normscope.show.figures.sheet import inches_of, key, plain, scale_where_wide, sheet_of
 from normscope.show.figures.style import LEAST_POINTS, FigureOptions, Style, theme_of
-from normscope.show.figures.text import write_at
+from normscope.show.figures.text import signed, write_at
+from normscope.show.tables.table import number
 from normscope.tools.heal.reports import TRAINED, HealReport
 from normscope.tools.heal.table import STAGES
 
@@ -97,5 +98,5 @@ def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict
         ax.set_ylim(bottom=0)
     ax.set_xlim(-0.5, len(stages) - 0.3)
     ax.set_xticks(range(len(stages)), [STAGES[stage] for stage in stages])
-    kept, change = STAGES[report.left_with], f"{-100 * report.closed:+.3g} %".replace("-", "−")
+    kept, change = STAGES[report.left_with], signed(number(-report.closed, "+.1%"))
     ax.set_title("uncalibrated state kept" if report.restored else f"{kept} state kept: median {change}")

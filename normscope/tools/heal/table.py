@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from normscope.show.tables.drift import quality_table
-from normscope.show.tables.table import Column, TextTable, several, table_of, words
+from normscope.show.tables.table import Column, TextTable, number, several, table_of, words
 from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
 
 STAGES = {START: "uncalibrated", CALIBRATED: "calibrated", TRAINED: "trained"}
@@ -22,8 +22,8 @@ def healing_table(report: HealReport) -> TextTable:
     columns: list[Column[str]] = [
         words("after", lambda stage: STAGES[stage] if stage != TRAINED or report.training_kept else _NONE_KEPT),
         Column("steps", lambda stage: str(report.steps) if stage == TRAINED else ""),
-        *several(("10 %", "median", "90 %"), drifts),
-        Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),
+        *several(("10%", "median", "90%"), drifts),
+        Column("closed", lambda stage: "" if stage == START else number(report.closed_after(stage), ".1%")),
         Column("kept", lambda stage: "yes" if stage == report.left_with else ""),
     ]
     caption = [

@@ -214,7 +214,7 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
     rows, colours, norm = math.ceil(len(shown.sites) / columns), shades(theme), Normalize(*shown.steps[[0, -1]])
     inches = inches_of(options.get("width"), 0.6 + _SCURVE_INCHES * columns)
     drawn = "E[y|x]" if any(map(shown.capture_of, records)) else "Fits, dashed where they do not bend"
-    foot = [f"{drawn}, over 99 % of the pairs of each step", _ABOVE.format(timeline.curves[0])]
+    foot = [f"{drawn}, over 99% of the pairs of each step", _ABOVE.format(timeline.curves[0])]
     with sheet_of(options, theme, inches, 1.6 * rows, timeline.about, detail=_steps(timeline), foot=foot) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for record in records:

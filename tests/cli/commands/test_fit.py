@@ -49,7 +49,7 @@ def test_tables_explain_fits_and_intervals(folder):
         return words(invoke(f"fit seen.safetensors -q {arguments}", cwd=folder, COLUMNS="1000").stdout)
 
     sites = table("--layers 2 --func tanh,sigmoid,best")
-    assert "±: half of the 95 % interval, a jackknife over folds by source" in sites
+    assert "±: half of the 95% interval, a jackknife over folds by source" in sites
     assert "A·f(αx + s)" in sites and "*: the best" in sites and "it would be tanh" in sites
     assert "mean R² (of all pairs) over 2 sites" in sites
     channels = table("--per channel --layers 1 --func tanh")

@@ -66,7 +66,7 @@ def test_each_curve_has_a_column_and_each_number_a_row(pair):
 def test_the_legend_names_differences_and_the_heading_what_captures_share(pair):
     _, _, figure = pair
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == ["1  step 1", "2  step 2", "ceiling: held-out R² of the best function of x", "95 % interval"]
+    assert texts == ["1  step 1", "2  step 2", "ceiling: held-out R² of the best function of x", "95% interval"]
     assert figure.get_suptitle() == "net$x_{ · sites matched by name"
     assert figure.texts[-1].get_text() == "data: noise"
     parts = [captured(data=f"noise · timestep {n}", part=f"timestep {n}") for n in (980, 0)]

@@ -15,8 +15,7 @@ from normscope.errors import DataError, UsageError
 from normscope.fits.saturation import spread
 from normscope.fits.spikes import stream_of
 from normscope.show.figures.curves import ALPHAS, plot_curves
-from normscope.show.figures.depth import plot_depth
-from normscope.show.figures.saturation import plot_saturation
+from normscope.show.figures.depth import plot_depth, plot_saturation
 from normscope.show.figures.style import STYLES
 from normscope.show.figures.tails import plot_tails, shares_of
 
@@ -233,7 +232,7 @@ def test_shares_stand_over_the_depth_a_line_a_kind(functions):
         for text, handle in zip(figure.legends[0].get_texts(), figure.legends[0].legend_handles, strict=True)
     }
     shares = {f"|αx + s| > {end}": f"beyond_{end}" for end in (1, 2, 3)}
-    shares["saturated: |f′| under 5 % of its peak"] = "saturated"
+    shares["saturated: |f′| under 5% of its peak"] = "saturated"
     assert len(lines) == 8
     for label, share in shares.items():
         for first, kind in enumerate(("*.norm1", "*.norm2")):

@@ -78,7 +78,7 @@ def test_a_column_a_site_of_two_lines_and_what_is_not_covered_says_why(figure, s
             for name, term in ((sign, "scale"), ("√C", "others"))
         ]
     shares = [100 * view.share for view in views if not view.reason]
-    assert f"which holds {min(shares):.3g} to {max(shares):.3g} % of ‖J‖²" in said(figure)
+    assert f"which holds {min(shares):.1f}% to {max(shares):.1f}% of ‖J‖²" in said(figure)
 
 
 def test_the_curves_derivatives_are_drawn_as_far_as_the_axis(figure, fits):

@@ -149,7 +149,7 @@ def test_residuals_are_an_optional_row_without_bounds(seen, fits):
     assert "E[y|x] − fit" not in texts(plot(seen, fits))
     alone = texts(plot(seen, fits, color="residual"))
     assert "E[y|x] − fit" in alone
-    assert not [text for text in alone if "bound" in text or "all pairs" in text or "99 %" in text]
+    assert not [text for text in alone if "bound" in text or "all pairs" in text or "99%" in text]
     assert [text for text in texts(plot(seen, fits, color="residual,token")) if "bound" in text]
 
 

@@ -156,7 +156,7 @@ def test_a_point_wise_function_has_its_own_scale_and_saturation_above_it(functio
     u = 2 * nn.LayerNorm(16, elementwise_affine=False, dtype=torch.float64)(x) + 0.25
     saturated = 100 * (u.abs() > np.sqrt(np.log(20))).double().mean()  # where exp(−u²), erf′ over its peak, is 1/20
     above = ["  ".join(text.get_text() for text in ax.texts) for ax in (norm, function)]
-    assert ("derf, α 2  s 0.25" in above[1] and f"{saturated:.2g} % saturated" in above[1]) == (labels != "none")
+    assert ("derf, α 2  s 0.25" in above[1] and f"{saturated:.2g}% saturated" in above[1]) == (labels != "none")
     assert "saturated" not in above[0]
 
 

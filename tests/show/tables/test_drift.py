@@ -2,8 +2,7 @@
 
 import math
 
-from normscope.show.tables.drift import quality_table
-from normscope.show.tables.sites import swapped_table
+from normscope.show.tables.drift import quality_table, swapped_table
 from normscope.swaps.reports import Quality, Score
 
 
@@ -26,9 +25,9 @@ def test_a_row_a_network_with_intervals_where_there_are_some():
         "norms": ["original", "DyT", "rmsnorm"],
         "init": ["", "fit", ""],
         "top-1 accuracy": ["100.0%", "50.0%", "25.0%"],
-        "95 %": ["94.3% – 100.0%", "38.1% – 61.9%", "16.0% – 36.8%"],
+        "95%": ["94.3% – 100.0%", "38.1% – 61.9%", "16.0% – 36.8%"],
     }
-    assert table.caption == "64 labelled samples · higher is better · 95 %: Wilson's interval"
+    assert table.caption == "64 labelled samples · higher is better · 95%: Wilson's interval"
 
 
 def test_healed_networks_and_infinite_values():

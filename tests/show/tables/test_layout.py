@@ -13,12 +13,11 @@ import normscope
 from normscope.fits.saturation import with_modules
 from normscope.fits.scale import token_slopes
 from normscope.show.tables.card import saturation_table, scale_table, tails_table
-from normscope.show.tables.catalogs import models_table
+from normscope.show.tables.catalogs import layers_table, models_table
 from normscope.show.tables.drift import drift_table, sites_table
 from normscope.show.tables.fit import channels_table, comparison_table, fits_table, slopes_table
 from normscope.show.tables.glossary import unknown_column
 from normscope.show.tables.gradient import gradient_tables
-from normscope.show.tables.sites import layers_table
 from normscope.show.tables.table import Column, names, several, table_of, words
 
 _PATHS = st.lists(

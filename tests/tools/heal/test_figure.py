@@ -55,13 +55,13 @@ def test_the_figure_shows_the_drift_before_and_after_each_stage():
     assert dots(drifts) == [[[2, 0.1]], [[0, 0.5], [1, 0.3]]]  # filled: the state that was kept
     assert [text.get_text() for text in drifts.texts] == ["0.5", "0.3", "0.1"]
     assert stages(drifts) == ["uncalibrated", "calibrated", "trained"]
-    assert drifts.get_title() == "trained state kept: median −80 %"
+    assert drifts.get_title() == "trained state kept: median −80.0%"
 
 
 def test_a_state_before_training_is_not_called_trained():
     figure = plot_healing(NOT_KEPT)
     assert stages(figure.axes[-1]) == ["uncalibrated", "calibrated"]
-    assert figure.axes[-1].get_title() == "calibrated state kept: median −40 %"
+    assert figure.axes[-1].get_title() == "calibrated state kept: median −40.0%"
     assert any("no state of it was kept" in text.get_text() for text in figure.texts)
     assert healing_table(NOT_KEPT).rows[2][0] == "training, no state kept"
 
