@@ -16,10 +16,8 @@ from torch.overrides import TorchFunctionMode
 import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.wrappers import submodule
-from normscope.tools.check.epsilon import epsilon
 from normscope.tools.check.evidence import Evidence
-from normscope.tools.check.precision import float16
-from normscope.tools.check.quantization import fp8, int8
+from normscope.tools.check.precision import epsilon, float16, fp8, int8
 
 ABOUT = """
 Answers of check against float64 arithmetic on the inputs of the same norms, which plain hooks record: int8 and FP8 by
@@ -151,7 +149,7 @@ def verdicts(network: Any, rows: Rows, number: int) -> dict[str, list[float]]:
         norm = (nn.LayerNorm if sites[name].centred else nn.RMSNorm)(x.shape[1], eps=1e-6)
         nn.init.constant_(norm.weight, gain)
         module = nn.Sequential(norm)
-        [row] = float16(Evidence.of(normscope.capture(module, [x]), module)).sites
+        [row] = float16(Evidence(normscope.capture(module, [x]), module)).sites
         half = x.half()
         truth = {
             "x": half,

@@ -24,14 +24,12 @@ from normscope.show.tables.table import TextTable
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.tools.bench.reports import BenchReport
 from normscope.tools.bench.table import speed_tables
-from normscope.tools.check.reports import CheckReport
-from normscope.tools.check.table import check_tables
+from normscope.tools.check.reports import CheckReport, check_tables
 from normscope.tools.heal.reports import HealReport
 from normscope.tools.heal.table import healing_tables
 from normscope.tools.probe.table import timeline_tables
 from normscope.tools.probe.timeline import Timeline
-from normscope.tools.simplify.reports import SimplifyReport
-from normscope.tools.simplify.table import simplify_table
+from normscope.tools.simplify.reports import SimplifyReport, simplify_table
 
 _TABLES: dict[type, Callable[[Sequence[Any]], Iterable[TextTable]]] = {
     Capture: lambda captures: [layers_table(capture.sites) for capture in captures],

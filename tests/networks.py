@@ -63,7 +63,7 @@ def report_of(model, *inputs):
 def evidence_of(model, batches, **about):
     """Return a network's evidence for the questions of a check."""
     seen = normscope.capture(model, batches, about=about)
-    return Evidence.of(seen, model, batches=unpacked(model, batches)[1])
+    return Evidence(seen, model, unpacked(model, batches)[1])
 
 
 class OneNorm(nn.Module):

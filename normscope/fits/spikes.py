@@ -119,17 +119,18 @@ def stream_of(capture: Capture) -> Stream:
     pairs = itertools.pairwise(sites)
     joined = [False, *(placement == "pre-norm" and _joined(capture, sites, *pair) for pair in pairs)]
     writers = [sublayer if join else None for sublayer, join in zip([None, *_sublayers(sites)], joined, strict=False)]
-    norms = tuple(
-        StreamNorm(site.name, _sigma(sums), _median(sums), float(sums.reach.max()), int(sums.reach.argmax()), writer)
-        for site, sums, writer in zip(sites, stats, writers, strict=False)
-    )
+    norms = []
+    for site, sums, writer in zip(sites, stats, writers, strict=False):
+        sigma = of_tokens(sums.token_scales).quantile(0.5)
+        reach = float(sums.reach.max()), int(sums.reach.argmax())
+        norms.append(StreamNorm(site.name, sigma, _median(sums), *reach, writer))
     runs = list[list[int]]()
     for number, norm in enumerate(norms):
         before = norms[number - 1].ratio if joined[number] else 0.0
         if norm.ratio > SPIKE_RATIO:
             follows = before > SPIKE_RATIO and norm.ratio <= _JUMP * before
             runs = [*runs[:-1], [*runs[-1], number]] if follows else [*runs, [number]]
-    return Stream(placement, norms, tuple(_spike(run, norms, stats, [*joined, False]) for run in runs))
+    return Stream(placement, tuple(norms), tuple(_spike(run, norms, stats, [*joined, False]) for run in runs))
 
 
 def _sites_on_stream(capture: Capture) -> tuple[str | None, list[NormSite]]:
@@ -144,10 +145,6 @@ def _sites_on_stream(capture: Capture) -> tuple[str | None, list[NormSite]]:
 
 def _median(stats: PairStats) -> float:
     return of_pairs(stats.moments.sum(0)).quantile(0.5) if stats.n_pairs else 0.0
-
-
-def _sigma(stats: PairStats) -> float:
-    return of_tokens(stats.token_scales).quantile(0.5)
 
 
 def _joined(capture: Capture, stream: Sequence[NormSite], before: NormSite, site: NormSite) -> bool:

@@ -30,7 +30,7 @@ def check(
     One line per question. A capture lacks the weights, and questions about them are left out.
     """
     from normscope.tools.check.check import check_capture
-    from normscope.tools.check.table import check_tables
+    from normscope.tools.check.reports import check_tables
 
     names = sources(models, run, None, out)
     seen, documents, rows, networks = [], [], list[dict[str, Any]](), list[Any]()

@@ -19,7 +19,7 @@ def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOption
     swapping.check_alone("Rewrites are proved")
     check_models([model])
     from normscope.swaps.store.record import ALSO, EXACT, FILES, FOLDED, read_record
-    from normscope.tools.simplify.table import simplify_table
+    from normscope.tools.simplify.reports import simplify_table
 
     check_folder_writable(output, FILES, ALSO)
     network = run.load(model, out)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
+
 from normscope.errors import count, first_few
 from normscope.fits.card import centring_of
+from normscope.inputs.wrappers import submodule
 from normscope.pairs.sums.magnitudes import of_tokens
+from normscope.show.tables.table import percent
 from normscope.swaps.standalone import tied_heads
-from normscope.tools.check.evidence import Affine, Evidence
-from normscope.tools.check.reports import Answer, percent
+from normscope.tools.check.evidence import Evidence
+from normscope.tools.check.reports import Answer
 
 _HARMLESS = 1e-4  # of Σy², 1 % of the length of y
 _SHUT, _AMPLIFIED = 1e-3, 10  # times the median |γ|
@@ -20,16 +24,14 @@ _SIGNS = 0.1  # share of channels of either sign, of weights that are centred on
 
 def mean(evidence: Evidence) -> Answer:
     """Answer what it costs to drop the mean, and at which sites `simplify` makes it exact."""
-    rows: list[dict[str, Any]] = [
-        {"site": site.name, "change_without": centring_of(site, of_tokens(stats.token_offsets)).change_without}
-        for site, stats in evidence.norms()
-        if site.form and site.centred
-    ]
+    rows, plan = list[dict[str, Any]](), evidence.plan
+    for site, stats in evidence.norms():
+        if site.form and site.centred:
+            change = centring_of(site, of_tokens(stats.token_offsets)).change_without
+            is_exact = None if plan is None else site.name in plan and not plan[site.name].blocked
+            rows.append({"site": site.name, "change_without": change, "exact": is_exact})
     if not rows:
         return Answer("mean", "omitted", "no norm here subtracts a mean that its tokens determine")
-    plan = evidence.plan
-    for row in rows:
-        row["exact"] = None if plan is None else row["site"] in plan and not plan[row["site"]].blocked
     worst = max(rows, key=lambda row: row["change_without"])
     exact = sum(bool(row["exact"]) for row in rows)
     harmless = sum(row["change_without"] <= _HARMLESS for row in rows)
@@ -48,11 +50,13 @@ def gamma(evidence: Evidence) -> Answer:
     """Answer whether γ is near 0 or 1, which channels it shuts off or amplifies, and where it folds."""
     if evidence.module is None:
         return Answer("γ", "omitted", "a capture does not contain γ; `normscope check MODEL` reads it")
-    rows = [
-        {"site": site.name, **_of_gain(affine), "folds_into": _folds_into(evidence, site.name)}
-        for site, _ in evidence.norms()
-        if site.affine and (affine := (evidence.affine or {}).get(site.name)) is not None
-    ]
+    rows = []
+    for site, _ in evidence.norms():
+        if site.affine and site.name in evidence.affine:
+            gain, stored = evidence.affine[site.name][0], getattr(submodule(evidence.module, site.path), "weight", None)
+            norm = (evidence.plan or {}).get(site.name)
+            folds_into = [name for name, *_ in norm.readers] if norm and norm.folded else None
+            rows.append({"site": site.name, **_of_gain(gain, stored), "folds_into": folds_into})
     if not rows:
         return Answer("γ", "omitted", "no norm here has a weight")
 
@@ -88,14 +92,10 @@ def gamma(evidence: Evidence) -> Answer:
     return Answer("γ", "note" if untrained or unusual else "ok", "; ".join(parts), extreme["site"], rows)
 
 
-def _folds_into(evidence: Evidence, site: str) -> list[str] | None:
-    norm = evidence.plan and evidence.plan.get(site)
-    return [name for name, *_ in norm.readers] if norm and norm.folded else None
-
-
-def _of_gain(affine: Affine) -> dict[str, Any]:
-    gain, size, median = affine.gain, affine.gain.abs(), float(affine.gain.abs().median())
-    stored = gain if affine.weight is None else affine.weight.detach().float().cpu().flatten()
+def _of_gain(gain: Tensor, weight: Any) -> dict[str, Any]:
+    """Describe γ as it is applied, and whether it is the weight that is stored."""
+    size, median = gain.abs(), float(gain.abs().median())
+    stored = weight.detach().float().cpu().flatten() if isinstance(weight, Tensor) else gain
     return {
         "channels": len(gain),
         **{"smallest": float(size.min()), "median": median, "largest": float(size.max())},

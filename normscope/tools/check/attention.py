@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from normscope.inputs.batch import Batch
 from normscope.inputs.wrappers import submodule
 from normscope.norms.sites import NormSite
+from normscope.runtime.network import restoring, run
 
 _SHARE = 0.95  # quantile over tokens of the estimate
 _ROWS = 256  # queries at a time
@@ -45,35 +47,38 @@ class AttentionLogits:
     scale: float | None = None
 
 
-class AttentionWatch(TorchFunctionMode):
+def attention_logits(
+    network: nn.Module, sites: Iterable[NormSite], batches: Iterable[Batch]
+) -> dict[str, AttentionLogits]:
+    """Run a network, and return the logits of its attention by site: the norm of the queries, or the norm in front."""
+    watch = _AttentionWatch()
+    with contextlib.ExitStack() as hooks, restoring(network), watch:
+        for site in sites:
+            if not site.is_call:
+                hook = functools.partial(watch.called, site)
+                hooks.callback(submodule(network, site.path).register_forward_hook(hook).remove)
+        for batch in batches:
+            run(network, batch)
+    return watch.logits
+
+
+class _AttentionWatch(TorchFunctionMode):
     """Reads the queries and keys of each attention in the thread that enters it, behind RoPE and QK-norm.
 
     Padded queries count, so the numbers may only be larger for them.
-
-    Attributes:
-        logits: by the name of a site: the norm of the queries, or the norm in front of attention without QK-norm.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.logits: dict[str, AttentionLogits] = {}
-        self._front, self._of_queries = "", ""
+        self._front = self._of_queries = ""
 
-    @contextlib.contextmanager
-    def watching(self, network: nn.Module, sites: Sequence[NormSite]) -> Iterator[None]:
-        """Watch a network's attention in the block."""
-
-        def called(name: str, is_qk: bool, *_: Any) -> None:
-            if not is_qk:
-                self._front, self._of_queries = name, ""
-            self._of_queries = self._of_queries or name * is_qk
-
-        with contextlib.ExitStack() as hooks, self:
-            for site in sites:
-                if not site.is_call:
-                    hook = functools.partial(called, site.name, site.placement == "qk")
-                    hooks.callback(submodule(network, site.path).register_forward_hook(hook).remove)
-            yield
+    def called(self, site: NormSite, *_: Any) -> None:
+        """Note the norm that has run, as a forward hook."""
+        if site.placement != "qk":
+            self._front, self._of_queries = site.name, ""
+        elif not self._of_queries:
+            self._of_queries = site.name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,52 +99,48 @@ class AttentionWatch(TorchFunctionMode):
         if weight is not None:  # as it is where keys have another width
             q, k = (F.linear(arguments[name], weight[at], None if bias is None else bias[at]) for name, at in parts)
             q, k = (part.view(*part.shape[:-1], heads, -1).transpose(0, -2) for part in (q, k))
-            mask = (
-                mask.reshape(-1, heads, *mask.shape[1:]).transpose(0, 1)
-                if mask is not None and mask.ndim == 3
-                else mask
-            )
+            if mask is not None and mask.ndim == 3:  # of each sample and head
+                mask = mask.reshape(-1, heads, *mask.shape[1:]).transpose(0, 1)
             self._attended(q, k, attn_mask=mask)
 
     @torch.no_grad()
     def _attended(
-        self, query: Tensor, key: Tensor, value: Any = None, attn_mask: Any = None, *_: Any, **how: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> None:
+        """Add a call of scaled_dot_product_attention, by its arguments."""
         query, key = query.detach().float(), key.detach().float()
-        if how.get("enable_gqa"):
+        if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        head_dim = query.shape[-1]
-        scale = head_dim**-0.5 if how.get("scale") is None else float(how["scale"])
+        head_dim, shape = query.shape[-1], (query.shape[-2], key.shape[-2])
+        scale = head_dim**-0.5 if scale is None else float(scale)
+        mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril() if is_causal else attn_mask
+        if mask is None or mask.dtype == torch.bool:
+            mask = query.new_zeros(shape) if mask is None else torch.where(mask, 0.0, -math.inf)
         q, k = (torch.linalg.vector_norm(part, dim=-1) for part in (query, key))
-        added = max(float(attn_mask.max()), 0.0) if attn_mask is not None and attn_mask.is_floating_point() else 0.0
+        added = max(float(mask.max()), 0.0)
         bound, estimate = (scale * float((of(q) * of(k)).max()) + added for of in (lambda x: x.amax(-1), _quantile))
-        largest = _largest(scale * query, key, attn_mask, bool(how.get("is_causal")))
-        self._add(largest, bound, estimate, head_dim=head_dim, scale=scale)
+        masks = torch.split(mask.expand(*mask.shape[:-2], *shape), _ROWS, -2)
+        logits = (scale * rows @ key.mT + part for rows, part in zip(torch.split(query, _ROWS, -2), masks, strict=True))
+        largest = max(float(part.nan_to_num(math.inf, math.inf, -math.inf).max()) for part in logits)
+        self._add(largest, bound, estimate, head_dim, scale)
 
-    def _add(self, *numbers: float, head_dim: int | None = None, scale: float | None = None) -> None:
+    def _add(
+        self, largest: float, bound: float, estimate: float, head_dim: int | None = None, scale: float | None = None
+    ) -> None:
         if site := self._of_queries or self._front:
-            before = self.logits.get(site)
-            old = (before.largest, before.bound, before.estimate) if before else numbers
-            largest, bound, estimate = (
-                math.inf if math.isnan(new) else max(new, was) for new, was in zip(numbers, old, strict=True)
-            )
+            largest, bound, estimate = (math.inf if math.isnan(n) else n for n in (largest, bound, estimate))
+            if before := self.logits.get(site):
+                largest, bound = max(largest, before.largest), max(bound, before.bound)
+                estimate = max(estimate, before.estimate)
             self.logits[site] = AttentionLogits(self._front, largest, bound, estimate, head_dim, scale)
-
-
-def _largest(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> float:
-    """Return the largest logit, from a few rows at a time."""
-    largest, (n_q, n_k) = -math.inf, (query.shape[-2], key.shape[-2])
-    later = torch.arange(n_k, device=key.device) > torch.arange(n_q, device=key.device)[:, None]
-    for first in range(0, n_q, _ROWS):
-        rows = slice(first, first + _ROWS)
-        logits = query[..., rows, :] @ key.mT
-        if mask is not None:
-            part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
-            logits = logits.masked_fill(~part, -math.inf) if part.dtype == torch.bool else logits + part
-        if is_causal:
-            logits = logits.masked_fill(later[rows], -math.inf)
-        largest = max(largest, float(logits.nan_to_num(math.inf, math.inf, -math.inf).max()))
-    return largest
 
 
 def _quantile(lengths: Tensor) -> Tensor:

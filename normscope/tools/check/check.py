@@ -17,13 +17,11 @@ from normscope.pairs.capture import captured
 from normscope.pairs.captures import Capture
 from normscope.runtime.progress import Progress, silent
 from normscope.tools.check.affine import gamma, mean
-from normscope.tools.check.epsilon import epsilon
 from normscope.tools.check.evidence import Evidence
 from normscope.tools.check.growth import growth, spikes
 from normscope.tools.check.logits import logits
 from normscope.tools.check.pointwise import pointwise
-from normscope.tools.check.precision import bfloat16, float16
-from normscope.tools.check.quantization import fp8, int8
+from normscope.tools.check.precision import bfloat16, epsilon, float16, fp8, int8
 from normscope.tools.check.reports import Answer, CheckReport
 
 QUESTIONS: tuple[Callable[[Evidence], Answer], ...] = (
@@ -63,31 +61,27 @@ def check(
     >>> report.about["model"]
     'demo_vit'
     """
-    _check_eps(eps)
-    if isinstance(model, Capture):
-        return _answers(Evidence(model.only(layers), eps=eps))
-    module, bound, described, _ = unpacked(model, batches, about)
-    seen = captured(module, bound, layers=layers, about=described, progress=progress)
-    return _answers(Evidence.of(seen, unwrapped(module), eps=eps, batches=bound))
-
-
-def check_capture(capture: Capture, network: LoadedModel | None = None, *, eps: float | None = None) -> CheckReport:
-    """Answer from a capture, and from the loaded model that was captured, if it is there."""
-    _check_eps(eps)
-    if network is None:
-        return _answers(Evidence(capture, eps=eps))
-    module, bound, *_ = unpacked(network, None)
-    return _answers(Evidence.of(capture, unwrapped(module), eps=eps, batches=bound))
-
-
-def _check_eps(eps: float | None) -> None:
     if eps is not None and not 0 <= eps < math.inf:
         raise UsageError(f"eps has to be a number of at least 0, not {eps}.")
+    if isinstance(model, Capture):
+        return check_capture(model.only(layers), eps=eps)
+    seen = captured(model, batches, layers=layers, about=about, progress=progress)
+    return check_capture(seen, model, batches, eps=eps)
 
 
-def _answers(evidence: Evidence) -> CheckReport:
-    """Answer all questions from the same evidence."""
+def check_capture(
+    capture: Capture,
+    model: nn.Module | LoadedModel | None = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    eps: float | None = None,
+) -> CheckReport:
+    """Answer from a capture, and from the network that was captured and its batches, if they are there."""
+    evidence = Evidence(capture, eps=eps)
+    if model is not None:
+        module, inputs, *_ = unpacked(model, batches)
+        evidence = Evidence(capture, unwrapped(module), None if inputs.taken_once else inputs, eps)
     if any(evidence.norms()):
-        return CheckReport([question(evidence) for question in QUESTIONS], evidence.capture.about)
+        return CheckReport([question(evidence) for question in QUESTIONS], capture.about)
     sentence = f"there is no norm with pairs{evidence.left_out((), '')}"
-    return CheckReport([Answer("norms", "omitted", sentence)], evidence.capture.about)
+    return CheckReport([Answer("norms", "omitted", sentence)], capture.about)

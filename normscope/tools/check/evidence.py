@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, count
-from normscope.fits.curve_fit import CurveFit
-from normscope.fits.fit import fit
 from normscope.inputs.batch import Batch
 from normscope.inputs.wrappers import submodule
 from normscope.norms.bound_inputs import BoundInputs
@@ -21,29 +19,12 @@ from normscope.norms.sites import NormSite, short_names
 from normscope.norms.trace import find_norms
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.network import restoring, run
-from normscope.runtime.records import Records
 from normscope.swaps.replace import model_tensor
-from normscope.tools.check.attention import AttentionLogits, AttentionWatch
+from normscope.tools.check.attention import AttentionLogits, attention_logits
 from normscope.tools.simplify.dataflow import DataFlow
 from normscope.tools.simplify.simplify import Plan, PlannedNorm
 
 _PRECISE = (torch.float32, torch.float64)  # of weights, whose data flow can be followed by their numbers
-
-
-@dataclass(frozen=True, eq=False)
-class Affine:
-    """Affine step of a norm, output = gain · y + offset.
-
-    Attributes:
-        gain: γ, or 1 + γ where the module adds 1, float32 ``(channels,)``.
-        offset: β, likewise; zeros without one.
-        weight: the module's own ``weight`` as it is stored; None without one.
-    """
-
-    gain: Tensor
-    offset: Tensor
-    weight: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,41 +34,27 @@ class Evidence:
     Attributes:
         capture: of the network; its 16 tokens of largest |x| per site are whole, ``stats[site].largest.x``.
         module: the network; None for a capture file, and questions that need it are omitted.
-        affine: affine steps of the norm modules by site; empty for a capture file.
-        eps: an eps to compare with each site's own, or None.
         batches: the inputs of the capture, for a second pass; None without a network, or if they can be read only once.
+        eps: an eps to compare with each site's own, or None.
     """
 
     capture: Capture
     module: nn.Module | None = None
-    affine: Mapping[str, Affine] | None = None
-    eps: float | None = None
     batches: BoundInputs | None = None
-
-    @classmethod
-    def of(
-        cls,
-        capture: Capture,
-        module: nn.Module,
-        eps: float | None = None,
-        batches: BoundInputs | None = None,
-    ) -> Evidence:
-        """Read the affine steps of a network that has been captured."""
-        affine = {}
-        for site in capture.sites:
-            if not site.is_call and site.pointwise is None:
-                norm = submodule(module, site.path)
-                kind = kind_at(norm, site)
-                if isinstance(kind, NormKind):
-                    weight = getattr(norm, "weight", None)
-                    gain, offset = kind.gain_and_offset(norm, site.channels)
-                    affine[site.name] = Affine(gain.cpu(), offset.cpu(), weight if torch.is_tensor(weight) else None)
-        return cls(capture, module, affine, eps, None if batches is None or batches.taken_once else batches)
+    eps: float | None = None
 
     @functools.cached_property
-    def fits(self) -> Records[CurveFit]:
-        """Fits of tanh, one per site, in their order."""
-        return fit(self.capture, "tanh")
+    def affine(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Gain (γ, or 1 + γ where the module adds 1) and offset β by site, each ``(channels,)``; empty for a file."""
+        affine = {}
+        for site, _ in self.norms():
+            if self.module is not None and not site.is_call:
+                norm = submodule(self.module, site.path)
+                kind = kind_at(norm, site)
+                if isinstance(kind, NormKind):
+                    gain, offset = kind.gain_and_offset(norm, site.channels)
+                    affine[site.name] = gain.cpu(), offset.cpu()
+        return affine
 
     @functools.cached_property
     def short(self) -> dict[str, str]:
@@ -108,11 +75,7 @@ class Evidence:
         """Logits of attention by site, from a second pass; empty without one."""
         if self.module is None or self.batches is None:
             return {}
-        watch = AttentionWatch()
-        with restoring(self.module), watch.watching(self.module, self._sites):
-            for batch in self.batches:
-                run(self.module, batch)
-        return watch.logits
+        return attention_logits(self.module, self._sites, self.batches)
 
     @functools.cached_property
     def plan(self) -> Mapping[str, PlannedNorm] | None:

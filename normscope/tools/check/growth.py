@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from normscope.errors import count
 from normscope.fits.spikes import SPIKE_RATIO, Spike, stream_of
@@ -66,8 +65,7 @@ def _tokens(evidence: Evidence, spike: Spike) -> str:
     samples = evidence.capture.n_samples
     always = sorted(position for position, tokens in spike.positions if tokens == samples > 1)
     if always:
-        others = " and at others" if len(always) < len(spike.positions) else ""
-        return f" at token{'s' * (len(always) > 1)} {' and '.join(map(str, always))} of all {samples} samples{others}"
+        return f" at token{'s' * (len(always) > 1)} {' and '.join(map(str, always))} of all {samples} samples"
     if len(spike.positions) == 1:
         return f" at token {spike.positions[0][0]}"
     return f" at {len(spike.positions)} positions" if spike.positions else ""
@@ -93,6 +91,5 @@ def _behind(site: str, sublayer: str | None) -> str:
 
 def _gamma(evidence: Evidence, spike: Spike) -> float | None:
     """Return γ of the channel over the median |γ| at the peak; None without the network, or without γ."""
-    affine: Any = (evidence.affine or {}).get(spike.peak)
-    median = affine.gain.abs().median() if affine else 0
-    return float(affine.gain[spike.channel] / median) if median else None
+    gain, _ = evidence.affine.get(spike.peak, (None, None))
+    return float(gain[spike.channel] / gain.abs().median()) if gain is not None and gain.abs().median() else None

@@ -11,7 +11,6 @@ from normscope.norms.formulas import FORMS
 from normscope.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.tools.check.attention import AttentionLogits
 from normscope.tools.check.evidence import Evidence
 from normscope.tools.check.reports import Answer, Verdict
 
@@ -25,15 +24,14 @@ _FLOAT16 = 65504
 
 def logits(evidence: Evidence) -> Answer:
     """Answer how large attention's logits are, how large the lengths of q and k allow, and what QK-norm changes."""
-    without = _without_norm(evidence)
-    found: Mapping[str, AttentionLogits | None] = evidence.logits or dict.fromkeys(without)
+    without, found = _without_norm(evidence), evidence.logits
     rows: list[dict[str, Any]] = [
         {
             "site": name,
-            **{column: getattr(of_site, column, None) for column in _COLUMNS},
-            **{"qk_norm": name in without, **without.get(name, {"bound_without": None, "estimate_without": None})},
+            **{column: getattr(found.get(name), column, None) for column in _COLUMNS},
+            **without.get(name, {"bound_without": None, "estimate_without": None}),
         }
-        for name, of_site in found.items()
+        for name in found or without
         if name in evidence.short
     ]
     if not rows:
@@ -41,9 +39,9 @@ def logits(evidence: Evidence) -> Answer:
         if evidence.module is None:
             needed = "a capture without QK-norm does not contain queries and keys; `normscope check MODEL` reads them"
         return Answer(_QUESTION, "omitted", needed)
-    worst = max(rows, key=lambda row: row["largest" if evidence.logits else "bound_without"])
+    worst = max(rows, key=lambda row: row["largest" if found else "bound_without"])
     at = evidence.short[worst["site"]]
-    if not evidence.logits:
+    if not found:
         needed = "they follow from γ, which a capture does not contain"
         if evidence.module is not None:
             needed = "they need a second pass, and these batches can be read only once"
@@ -55,7 +53,7 @@ def logits(evidence: Evidence) -> Answer:
     allowed = f" (lengths of q and k allow {worst['bound']:.3g})" if worst["scale"] else ""
     verdict, consequence = _consequence(worst["largest"])
     largest = f"the largest of {count(len(rows), 'attention')} is {worst['largest']:.3g}, behind {at}{allowed}"
-    sentence = "; ".join([largest, consequence, *_protection(evidence, worst, any(row["qk_norm"] for row in rows))])
+    sentence = "; ".join([largest, consequence, *_protection(evidence, worst, bool(without))])
     return Answer(_QUESTION, verdict, sentence, worst["site"], rows)
 
 

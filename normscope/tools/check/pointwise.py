@@ -26,7 +26,8 @@ _BY_WIDTH = {1024: (1.0, 1.0), 2048: (1.0, 0.5), 4096: (0.8, 0.2), 5120: (0.6, 0
 
 def pointwise(evidence: Evidence) -> Answer:
     """Answer how well tanh fits each norm, which should stay norms, and at which α and A a training would start."""
-    fits = [(site, found) for site, _ in evidence.norms() if not (found := evidence.fits[site.name][0]).degenerate]
+    tanh = fit(evidence.capture, "tanh")
+    fits = [(site, found) for site, _ in evidence.norms() if not (found := tanh[site.name][0]).degenerate]
     if not fits:
         return Answer("point-wise", "omitted", "no norm here has pairs to fit")
     bent: dict[str, list[CurveFit]] = {}

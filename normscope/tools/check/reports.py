@@ -1,12 +1,13 @@
-"""Answers of a check of a network's norms."""
+"""Answers of a check of a network's norms, and their tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from normscope.runtime.records import Record
+from normscope.show.tables.table import NONE, Column, TextTable, names, rounded, several, table_of, words
 from normscope.swaps.reports import AboutNetwork
 
 Verdict = Literal["ok", "note", "problem", "omitted"]
@@ -52,10 +53,31 @@ class CheckReport(AboutNetwork):
         return {answer.question: answer for answer in self.answers}[question]
 
 
-def percent(share: float) -> str:
-    """Return a share in percent with two digits, without a space at which a line could break.
+def check_tables(report: CheckReport, *, sites: bool = False) -> Iterator[TextTable]:
+    """Yield a table with one line per question, and with ``sites`` one per question with a line per site."""
+    columns: list[Column[Answer]] = [
+        words("question", lambda answer: answer.question),
+        words("verdict", lambda answer: answer.verdict),
+        names("answer", lambda answer: answer.sentence),
+    ]
+    yield table_of(report.answers, columns)
+    if sites:
+        yield from (_sites_table(answer) for answer in report.answers if answer.sites)
 
-    >>> percent(0.0263), percent(0.996), percent(2.5e-6)
-    ('2.6%', '100%', '0.00025%')
-    """
-    return f"{float(f'{100 * share:.2g}'):g}%"
+
+def _sites_table(answer: Answer) -> TextTable:
+    keys = dict.fromkeys(key for row in answer.sites for key in row if key != "site")
+    columns: list[Column[Mapping[str, Any]]] = [names("site", lambda row: row["site"])]
+    headings = [key.replace("_", " ") for key in keys]
+    columns += several(headings, lambda row: [_cell(row.get(key)) for key in keys], range(len(keys)))
+    return replace(table_of(answer.sites, columns, about="check"), title=answer.question)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):  # with their numbers
+        return ", ".join(f"{of} ({number})" for of, number in value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_cell, value)) or NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NONE if value is None else rounded(value) if isinstance(value, float) else str(value)

@@ -7,7 +7,7 @@ import copy
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
         DataError: if there is no batch.
         ModelError: if the output changes by more than 1e-9 in float64, or by far more than rounding in the network's
             dtype, or is not finite; or if it calls no norms, is spread over devices, returns what cannot be read, uses
-            torch.cond, or raises. The network stays as it is, as after Ctrl-C.
+            torch.cond, or raises. The network stays as it is, as after Ctrl-C during the proofs.
         UsageError: if a module comes without batches.
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -98,24 +98,19 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
         truth = _outputs(reference, in_double, outputs)
     weights = {path: rewritten.get_parameter(f"{path}.weight") for path in (*heads, *heads.values())}
     untied = tuple(head for head, embedding in heads.items() if not torch.equal(weights[head], weights[embedding]))
-    with _restored_unless_done(network) as original:
-        untie(network, untied)
-        plan.restructure(network)
-        values = {**dict(rewritten.named_parameters()), **dict(rewritten.named_buffers())}
-        for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-            tensor.data.copy_(values[name])
-        unchanged = _outputs(original, few, outputs)
-        in_dtype, rounding = _relative(_outputs(network, few, outputs), unchanged), _relative(unchanged, truth)
-        most = max(MOST_OF_OUTPUT, _ROUNDINGS * (torch.finfo(dtype).eps + min(rounding, _COARSEST)))
-        if not in_dtype <= most + sum(norm.removed or 0 for norm in plan.norms):
-            is_finite = math.isfinite(in_dtype) and math.isfinite(rounding)
-            differs = f" differs by {in_dtype:.1e}" if is_finite else ", or its own, is not finite"
-            raise ModelError(
-                f"The output of the rewritten {type(network).__name__}{differs} in {dtype}. The network stays as it "
-                "was; convert it to float32 first."
-            )
-        if untied and hasattr(network, "config"):
-            network.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    candidate = copy.deepcopy(network)
+    plan.apply(candidate, rewritten, untied)
+    unchanged = _outputs(network, few, outputs)
+    in_dtype, rounding = _relative(_outputs(candidate, few, outputs), unchanged), _relative(unchanged, truth)
+    most = max(MOST_OF_OUTPUT, _ROUNDINGS * (torch.finfo(dtype).eps + min(rounding, _COARSEST)))
+    if not in_dtype <= most + sum(norm.removed or 0 for norm in plan.norms):
+        is_finite = math.isfinite(in_dtype) and math.isfinite(rounding)
+        differs = f" differs by {in_dtype:.1e}" if is_finite else ", or its own, is not finite"
+        raise ModelError(
+            f"The output of the rewritten {type(network).__name__}{differs} in {dtype}. The network stays as it was; "
+            "convert it to float32 first."
+        )
+    plan.apply(network, rewritten, untied)
     norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change, n.removed) for n in plan.norms]
     norms += [SimplifiedNorm(norm.name, norm.kind, norm.reason, "", norm.reason) for norm in traced.skipped]
     return SimplifyReport(
@@ -129,25 +124,6 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
         sum(isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 for inner in network.modules()),
         about,
     )
-
-
-@contextlib.contextmanager
-def _restored_unless_done(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield a copy of a network, and restore the network from it to the bit if the block raises."""
-    original, tensors = copy.deepcopy(network), [*network.parameters(), *network.buffers()]
-    names, modules = ("_parameters", "_modules", "_non_persistent_buffers_set"), list(network.modules())
-    states = [{name: getattr(module, name).copy() for name in names} for module in modules]
-    try:
-        yield original
-    except BaseException:
-        for module, state, before in zip(modules, states, original.modules(), strict=True):
-            vars(module).update(state)
-            for key in module._forward_pre_hooks.keys() - before._forward_pre_hooks.keys():
-                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        with torch.no_grad():
-            for tensor, value in zip(tensors, [*original.parameters(), *original.buffers()], strict=True):
-                tensor.copy_(value)
-        raise
 
 
 class PlannedNorm:
@@ -258,9 +234,8 @@ class Plan:
         self.norms, self.flow = [PlannedNorm(site, network, flow, dtype) for site in sites], flow
         blocked = {norm.site: norm for norm in self.norms if norm.blocked and norm.form is layer_norm}
         for entry, writers in flow.entries(blocked):
-            for name, norm in blocked.items():
-                if name in writers:
-                    norm.entry, norm.writers, norm.blocked = entry, writers[name], ""
+            for name, of_norm in writers.items():
+                blocked[name].entry, blocked[name].writers, blocked[name].blocked = entry, of_norm, ""
 
     @property
     def subtractions(self) -> dict[str, int]:
@@ -293,6 +268,16 @@ class Plan:
         modules = {norm.site: norm.rms_norm(network) for norm in self.norms if not norm.blocked}
         Swap(network, {**modules, **{norm.site: norm.nothing() for norm in self.norms if norm.removed is not None}})
         centre(network, self.subtractions)
+
+    def apply(self, network: nn.Module, rewritten: nn.Module, untied: Collection[str]) -> None:
+        """Rewrite a network in its own dtype, by its rewritten copy in float64."""
+        untie(network, untied)
+        self.restructure(network)
+        values = {**dict(rewritten.named_parameters()), **dict(rewritten.named_buffers())}
+        for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+            tensor.data.copy_(values[name])
+        if untied and hasattr(network, "config"):
+            network.config.tie_word_embeddings = False  # type: ignore[union-attr]
 
     def proved(self, reference: nn.Module, trials: Sequence[Trial], outputs: Outputs) -> tuple[nn.Module, float]:
         """Return a rewritten copy of a network in float64 and the change of its output; block what cannot be proved."""

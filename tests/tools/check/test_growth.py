@@ -33,7 +33,7 @@ def network(written=(), factor=1.1):
 
 def answers(model, batches=None):
     seen = normscope.capture(model, [INPUTS] if batches is None else batches)
-    evidence = Evidence.of(seen, model)
+    evidence = Evidence(seen, model)
     return growth(evidence), spikes(evidence)
 
 

@@ -9,11 +9,9 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.tools.check import quantization
 from normscope.tools.check.check import check
-from normscope.tools.check.epsilon import epsilon
 from normscope.tools.check.evidence import Evidence
-from normscope.tools.check.precision import bfloat16, float16
+from normscope.tools.check.precision import bfloat16, epsilon, float16, fp8, int8
 
 D = 32
 
@@ -29,15 +27,15 @@ def tokens(scale=1.0, outlier=0.0, number=512, d=D, seed=0):
 QUESTIONS = {
     "float16": float16,
     "bfloat16": bfloat16,
-    "int8": quantization.int8,
-    "fp8": quantization.fp8,
+    "int8": int8,
+    "fp8": fp8,
     "eps": epsilon,
 }
 
 
 def answer(question, x, norm=None, eps=None):
     network = OneNorm(norm or nn.RMSNorm(x.shape[1], eps=1e-6))
-    return QUESTIONS[question](Evidence.of(normscope.capture(network, [x]), network, eps=eps))
+    return QUESTIONS[question](Evidence(normscope.capture(network, [x]), network, eps=eps))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
