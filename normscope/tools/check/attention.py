@@ -99,6 +99,8 @@ class _AttentionWatch(TorchFunctionMode):
         if weight is not None:  # as it is where keys have another width
             q, k = (F.linear(arguments[name], weight[at], None if bias is None else bias[at]) for name, at in parts)
             q, k = (part.view(*part.shape[:-1], heads, -1).transpose(0, -2) for part in (q, k))
+            if mask is not None and mask.dtype == torch.bool:  # True is masked here, unlike below
+                mask = ~mask
             if mask is not None and mask.ndim == 3:  # of each sample and head
                 mask = mask.reshape(-1, heads, *mask.shape[1:]).transpose(0, 1)
             self._attended(q, k, attn_mask=mask)

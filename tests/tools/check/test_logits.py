@@ -154,23 +154,31 @@ def test_without_qk_norm_the_bound_is_above_what_its_inputs_would_give(name):
 class Masked(nn.Module):
     """Attention behind a norm whose keys from the third on are masked: they are the largest."""
 
-    def __init__(self, mask):
+    def __init__(self, mask, called):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.attention, self.mask = nn.LayerNorm(32), nn.MultiheadAttention(32, 4, batch_first=True), mask
+        self.norm, self.attention = nn.LayerNorm(32), nn.MultiheadAttention(32, 4, batch_first=True)
+        self.mask, self.called = mask, called  # called as a function, or as the module
 
     def forward(self, x):
         y = self.norm(x)
         mask = self.mask if self.mask.ndim == 2 else self.mask.repeat(len(x), 1, 1)  # of each head and sample
-        return self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
+        if not self.called:
+            return self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
+        of, y = self.attention, y.transpose(0, 1)
+        weights = of.in_proj_weight, of.in_proj_bias, None, None, False, 0.0, of.out_proj.weight, of.out_proj.bias
+        return nn.functional.multi_head_attention_forward(
+            y, y, y, 32, 4, *weights, need_weights=False, attn_mask=mask, training=False
+        )[0]
 
 
+@pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("shape", [(9, 9), (4, 9, 9)])
 @pytest.mark.parametrize("additive", [False, True])
-def test_masked_pairs_are_not_the_largest(shape, additive):
+def test_masked_pairs_are_not_the_largest(shape, additive, called):
     hidden = torch.arange(9).expand(shape) > 2  # True is masked here
     mask = torch.zeros(shape).masked_fill(hidden, -math.inf).where(hidden, 0.5) if additive else hidden
-    network = grown(Masked(mask))
+    network = grown(Masked(mask, called))
     [row] = logits(evidence_of(network, TOKENS)).sites
     values = []
     for x in TOKENS:
