@@ -440,7 +440,7 @@ Channels = Annotated[
 ]
 Eps = Annotated[
     float | None,
-    _model("--eps", metavar="EPS", parser=_number(float, 0, _LARGEST), help="An eps to compare with each norm's own."),
+    _model("--eps", metavar="EPS", parser=_number(float, 0, 1e300), help="An eps to compare with each norm's own."),
 ]
 Sites = Annotated[bool, _output("--sites", help="Also print the numbers of every site, a table per question.")]
 Diagonal = Annotated[

@@ -61,7 +61,7 @@ class _Compiling(event.Listener):
 
     def _is_ours(self, happened: event.Event) -> bool:
         function = getattr(happened.data.get("dispatcher"), "py_func", None)
-        return getattr(function, "__module__", "").startswith("normscope.")
+        return (getattr(function, "__module__", None) or "").startswith("normscope.")  # None of a function by exec
 
 
 event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]

@@ -238,7 +238,8 @@ class OutputErrors:
             if measure_of(kind) == KL:
                 errors.append(kl_divergences(after, before, valid).double().cpu())
             else:
-                errors.append(distances(before, after, valid).relative_l2)
+                same = (before == after).flatten(1).all(1).cpu()  # zeros, too, whose relative L2 is not defined
+                errors.append(distances(before, after, valid).relative_l2.masked_fill(same, 0.0))
         return torch.cat(errors).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def _target(self, number: int) -> Tensor:

@@ -206,6 +206,13 @@ def test_outputs_of_the_original_are_kept_up_to_a_limit(networks, monkeypatch, r
     assert torch.equal(errors.of(original), torch.zeros(6, dtype=torch.float64))
 
 
+def test_the_same_zeros_are_no_error_and_others_are_far(networks):
+    original = nn.ReLU()
+    batch = Batch((torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]),), samples=tuple(Sample(f"{n}", n, n) for n in range(2)))
+    other = network_of(lambda self, x: x.relu() + torch.tensor([[0.0], [1.0]]))
+    assert OutputErrors(original, [batch], Outputs()).of(other).tolist() == [0.0, np.inf]
+
+
 def test_a_mask_of_as_many_positions_as_there_are_classes_masks_no_class(networks):
     samples = tuple(Sample(f"{n}", n, n) for n in range(2))
     x, valid = torch.randn(2, 4, 3), torch.arange(4) < torch.tensor([[4], [2]])

@@ -150,7 +150,7 @@ function fitsOfSite(site) {
     ];
   });
   const low = site.fits.some((fit) => fit.x_repeats) ? " · The ceiling is underestimated here: many x are identical." : "";
-  const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds${low}`;
+  const caption = `y ≈ A·f(αx + s) · ±: half of the 95% interval, over folds${low}`;
   return section("h3", "Fits", [table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }
 

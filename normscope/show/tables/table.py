@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Generic, Literal, TypeVar
@@ -143,15 +143,15 @@ class TextTable:
             table.add_row(*((_Name if c.folds else Text)(cell) for c, cell in zip(shown.columns, row, strict=True)))
         for_text = options.update(width=min(max(across, _LEAST_CAPTION), options.max_width))
         if self.title:
-            yield from console.render(Text(self.title, "bold"), for_text)
-        for line in console.render_lines(table, options.update(width=width), pad=False):
-            yield from _without_padding(line)
-            yield Segment.line()
+            yield from _rendered(console, Text(self.title, "bold"), for_text)
+        yield from _rendered(console, table, options.update(width=width))
         if shown.caption:
-            yield from console.render(Text(shown.caption, "table.caption"), for_text)
+            yield from _rendered(console, Text(shown.caption, "table.caption"), for_text)
         if dropped := [heading for n, heading in enumerate(self.headings) if n not in kept]:
             needed = f"Left out at a width of {options.max_width} (all columns take {_across(least)})"
-            yield from console.render(Text(f"{needed}: {', '.join(dropped).rstrip('.')}.", "table.caption"), for_text)
+            yield from _rendered(
+                console, Text(f"{needed}: {', '.join(dropped).rstrip('.')}.", "table.caption"), for_text
+            )
 
     def _kept(self, widths: Sequence[int], room: int) -> list[int]:
         """Return the numbers of the columns that fit into a width, or are never left out."""
@@ -164,11 +164,14 @@ class TextTable:
         return kept
 
 
-def _without_padding(line: list[Segment]) -> list[Segment]:
-    """Return a line without the spaces at its end, which a pipe or a file would contain."""
-    while line and not line[-1].text.rstrip(" "):
-        line.pop()
-    return [*line[:-1], *(Segment(last.text.rstrip(" "), last.style) for last in line[-1:])]
+def _rendered(console: Console, content: Text | rich.table.Table, options: ConsoleOptions) -> Iterator[Segment]:
+    """Yield lines without the spaces at their ends, which a pipe or a file would contain."""
+    for line in console.render_lines(content, options, pad=False):
+        while line and not line[-1].text.rstrip(" "):
+            line.pop()
+        yield from line[:-1]
+        yield from (Segment(last.text.rstrip(" "), last.style) for last in line[-1:])
+        yield Segment.line()
 
 
 def _widths(column: Column[Any], cells: Sequence[str]) -> tuple[int, int]:

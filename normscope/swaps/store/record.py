@@ -162,8 +162,8 @@ def _record(document: Mapping[str, Any]) -> SwapRecord:
         if not all(names) or "\0" in "".join(names):
             raise ValueError(f"a name of {site.name!r:.60} is empty or contains a zero")
         shape, axis = site.normalized_shape, site.channel_axis
-        is_shape = min(shape, default=0) > 0 and math.prod(shape) < 2**63 and len(shape) <= _MOST_AXES
-        if not is_shape or not -_MOST_AXES <= axis < _MOST_AXES:
+        is_sound = min(shape, default=0) > 0 and math.prod(shape) < 2**63 and len(shape) <= _MOST_AXES
+        if not is_sound or not -_MOST_AXES <= axis < _MOST_AXES:
             raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
         if not {site.returns, site.under_autocast or site.returns} <= standalone.RETURNS.keys():
             raise ValueError(f"the dtypes of {site.name} are by {site.returns!r:.60} and {site.under_autocast!r:.60}")

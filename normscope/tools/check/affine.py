@@ -80,8 +80,10 @@ def gamma(evidence: Evidence) -> Answer:
     if trained:
         where = evidence.short[extreme["site"]]
         parts.append(f"|γ| differs most at {where}, {extreme['smallest']:.3g} to {extreme['largest']:.3g}")
-        unusual = [f"shuts {extreme['shut']} off (under {_SHUT:g} of the median)"] if extreme["shut"] else []
-        unusual += [f"amplifies {extreme['amplified']} (over {_AMPLIFIED} times it)"] if extreme["amplified"] else []
+        unusual = [f"shuts {extreme['shut']} off (under {_SHUT:g} times the median)"] if extreme["shut"] else []
+        unusual += (
+            [f"amplifies {extreme['amplified']} (over {_AMPLIFIED} times the median)"] if extreme["amplified"] else []
+        )
     parts += [f"of its {extreme['channels']} channels it {' and '.join(unusual)}"] if unusual else []
     if evidence.plan is None:
         parts.append("`normscope simplify` finds where it folds into the next linear layers")

@@ -125,7 +125,7 @@ class _AttentionWatch(TorchFunctionMode):
         scale = head_dim**-0.5 if scale is None else float(scale)
         mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril() if is_causal else attn_mask
         if mask is None or mask.dtype == torch.bool:
-            mask = query.new_zeros(shape) if mask is None else torch.where(mask, 0.0, -math.inf)
+            mask = query.new_zeros(1, 1) if mask is None else torch.where(mask, 0.0, -math.inf)
         q, k = (torch.linalg.vector_norm(part, dim=-1) for part in (query, key))
         added = max(float(mask.max()), 0.0)
         bound, estimate = (scale * float((of(q) * of(k)).max()) + added for of in (lambda x: x.amax(-1), _quantile))

@@ -34,7 +34,7 @@ _NAMED = 3  # channels and positions at most
 # Errors with other scales: in words, and as a remedy, in the order in which these are worth trying.
 _WAYS = {
     "token_median": ("per token", "use a scale per token"),
-    "without_channels": ("in the other channels alone", "keep these channels in 16 bits"),
+    "without_channels": ("per tensor without these channels", "keep these channels in 16 bits"),
     "channel_median": ("per channel", "use a scale per channel"),
 }
 
@@ -55,7 +55,7 @@ def float16(evidence: Evidence) -> Answer:
     if stored:
         fits = f"keep x and outputs in bfloat16 or float32: they exceed {end} at {len(stored)} of {sites}"
     elif evidence.module is None:
-        fits += " (a capture lacks γ and β for outputs)"
+        fits += " (outputs need γ and β, which a capture lacks)"
     parts.append(f"{fits}; the largest is {_size(evidence, max(stored or rows, key=_largest))}")
     if own:
         parts.append(f"squares overflow at {first_few(own)}: compute them in float32")
@@ -139,9 +139,8 @@ def bfloat16(evidence: Evidence) -> Answer:
     worst = max(rows, key=lambda row: row["step"] / max(row["sigma"], 1e-300))
     sentence = f"nothing overflows; its step is {rounded(worst['step'])} at {_size(evidence, worst)}"
     if coarse := worst["step"] > worst["sigma"]:
-        sentence += (
-            f"; smaller updates are lost there (median σ {rounded(worst['sigma'])}) unless the stream is float32"
-        )
+        typical = f"updates of the size of the median σ, {rounded(worst['sigma'])}"
+        sentence += f", which loses {typical}, unless the stream is float32"
     return Answer("bfloat16", "note" if coarse else "ok", sentence, worst["site"], rows)
 
 
@@ -200,8 +199,8 @@ def _eight_bits(evidence: Evidence, name: str, quantized: Quantized) -> Answer:
         sentence = f"{next(enough, 'keep x in 16 bits')}: {lost}; in {site}, {_cause(worst)} sets it, and {half}"
     else:
         sentence = f"per tensor at most {percent(_error(worst))} ({site})"
-    numbers = [f"{way} {percent(worst[key])}" for key, (way, _) in _WAYS.items() if worst[key] is not None]
-    parts = [sentence, ", ".join(numbers)]
+    shown = [key for key in _WAYS if worst[key] is not None and (beyond or key != "without_channels")]
+    parts = [sentence, ", ".join(f"{_WAYS[key][0]} {percent(worst[key])}" for key in shown)]
     if name == "fp8" and (saturated := sum(row["max_x"] > _E4M3 for row in rows)):
         parts.append(f"unscaled, x beyond {_E4M3:.0f} saturates at {count(saturated, 'site')}")
     return Answer(name, "problem" if beyond else "ok", "; ".join(parts), worst["site"], rows)
@@ -265,11 +264,13 @@ def epsilon(evidence: Evidence) -> Answer:
     worst, eps = max(((row, f"{eps:g}") for row in rows for eps in asked), key=lambda pair: pair[0][pair[1]])
     worst_token = max(row["worst_token"] for row in rows)
     above = [name for name, size in _ROUNDING.items() if worst_token < size]
-    size = f"below the rounding of {', '.join(above)}" if above else "above bfloat16's rounding: keep the checkpoint's"
+    size = (
+        f"below the rounding of {', '.join(above)}" if above else "above bfloat16's rounding: keep the checkpoint's eps"
+    )
     is_harmless = evidence.capture.about.get("dtype") in above
     most, most_of_token = percent(worst[eps]), percent(worst_token)
     sentence = f"{eps} in place of {worst['eps']:g} changes outputs by up to {most} ({evidence.short[worst['site']]}), "
-    sentence += f"a single token by up to {most_of_token}: {'harmless, ' * is_harmless}{size}{left_out}"
+    sentence += f"a single token by up to {most_of_token}, {'harmless: ' * is_harmless}{size}{left_out}"
     is_problem = evidence.eps is not None and worst[eps] >= _NOTICED
     return Answer("eps", "ok" if is_harmless else "problem" if is_problem else "note", sentence, worst["site"], rows)
 

@@ -136,8 +136,14 @@ class DataFlow:
         self._sources_of = functools.cache(self._find_sources)
         recorder = _Recorder(network)
         with restoring(network) as buffers:
-            with recorder.watching(network, self._sites):
-                output = run(network, batch)
+            try:
+                with recorder.watching(network, self._sites):
+                    output = run(network, batch)
+            except ModelError as error:
+                if "HigherOrderOperator" not in str(error):
+                    raise
+                name = type(network).__name__
+                raise ModelError(f"{name} has a branch on data (torch.cond), which hides readers.") from error
             recorder.mark_returned(network, output)
             if recorder.state_read and buffers.changed:
                 recorder.branching.setdefault("", f"{recorder.state_read} of buffers that it changes")

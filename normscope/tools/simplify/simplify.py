@@ -110,6 +110,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
             f"The output of the rewritten {type(network).__name__}{differs} in {dtype}. The network stays as it was; "
             "convert it to float32 first."
         )
+    del candidate  # whose memory the network may need
     plan.apply(network, rewritten, untied)
     norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change, n.removed) for n in plan.norms]
     norms += [SimplifiedNorm(norm.name, norm.kind, norm.reason, "", norm.reason) for norm in traced.skipped]

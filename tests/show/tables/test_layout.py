@@ -140,6 +140,7 @@ def test_tables_break_no_number_at_any_width_and_define_every_column(tables, com
         for width in (60, 80, 101, 140, 200):
             text = printed(table, width)
             assert max(map(len, text.splitlines())) <= width
+            assert not any(line.endswith(" ") for line in text.splitlines())
             shown = text.partition("Left out at a width of")[0]
             assert numbers(shown) <= numbers(whole)
             assert numbers(shown) == numbers(whole) or shown != text
