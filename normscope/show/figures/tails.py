@@ -65,17 +65,19 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
     dot: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
+    lines = (("max |x| : median of |x|", "-"), (_GROWTH, _DASHED)) if stream.norms else ()
     handles = [
-        *(key(label, theme.ink, ls) for label, ls in (("max |x| : median of |x|", "-"), (_GROWTH, _DASHED))),
+        *(key(label, theme.ink, ls) for label, ls in lines),
         *(key(label, theme.ink, "", marker=marker, ms=3.5) for marker, (label, _) in _marks(stream).items()),
         *(key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **dot) for n in _COUNTS),
     ]
     names = list(site_labels(sites, options).values())
-    height, samples = 0.6 + _DEPTH_INCHES + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
+    ratios = [*([_DEPTH_INCHES] if stream.norms else []), _MAP_INCHES + 0.4, _MAP_INCHES]
+    height, samples = 0.2 + sum(ratios) + names_inches(names), count(capture.n_samples, "sample")
     with sheet_of(options, theme, inches, height, capture.about, detail=samples, handles=handles) as figure:
-        ratios = (_DEPTH_INCHES, _MAP_INCHES + 0.4, _MAP_INCHES)
-        depth, channels, tokens = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
-        _draw_depth(depth, stream, {site: number for number, site in enumerate(sites)}, theme)
+        *depth, channels, tokens = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+        for ax in depth:  # none if no norm is left
+            _draw_depth(ax, stream, {site: number for number, site in enumerate(sites)}, theme)
         _draw_channels(channels, [shares_of(capture, site) for site in sites], theme)
         _draw_positions(tokens, tails, most, theme)
         name_sites(tokens, names, inches - _SIDES_INCHES)

@@ -170,6 +170,13 @@ def written(ax):
     return [text.get_text() for text in ax.texts]
 
 
+@pytest.mark.filterwarnings("error")
+def test_without_a_norm_there_is_no_stream_to_draw():
+    seen = normscope.capture(nn.Sequential(normscope.DyT(8)), [torch.randn(4, 6, 8)])
+    figure = plot_tails(seen, normscope.norm_cards(seen))
+    assert next(label for ax in figure.axes if (label := ax.get_ylabel())) == "channel"
+
+
 def test_the_area_of_a_dot_is_the_number_of_tokens_of_largest_x(massive):
     capture, _ = massive
     figure = plot_tails(capture, normscope.norm_cards(capture))
