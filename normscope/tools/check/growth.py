@@ -21,7 +21,7 @@ def growth(evidence: Evidence) -> Answer:
     rows = [norm.as_dict() for norm in stream.norms]
     with_sigma = {site.name for site in evidence.capture.sites if site.form}  # of tokens, not of running statistics
     if stream.placement is None or len(rows) < 2 or not with_sigma.issuperset(row["site"] for row in rows):
-        return Answer("growth", "omitted", "no two norms here read σ of one residual stream", sites=rows)
+        return Answer("growth", "omitted", "no two norms of one residual stream divide by σ of a token", sites=rows)
     (first, *_, last), short = stream.norms, evidence.short
     words = f"median σ goes from {rounded(first.sigma)} in {short[first.site]} to {rounded(last.sigma)} in "
     words += short[last.site]

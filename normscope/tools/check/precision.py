@@ -49,7 +49,7 @@ def float16(evidence: Evidence) -> Answer:
     squared = [row for row in rows if row["overflows"]]
     own = [evidence.short[row["site"]] for row in squared if row["squares_in_float16"]]
     lost = [evidence.short[site.name] for site, stats in evidence.norms() if stats.nonfinite_tokens]
-    parts = [f"tokens with NaN or infinity in {first_few(lost)}, which no number includes"] if lost else []
+    parts = [f"NaN or infinity in tokens of {first_few(lost)}, which are left out of all numbers"] if lost else []
     end, has_outputs = rounded(_HALF.max), any(row["max_output"] is not None for row in rows)
     fits = f"x and outputs stay below {end}" if has_outputs else f"x stays below {end}"
     if stored:

@@ -231,7 +231,7 @@ def test_tokens_that_are_not_finite_are_a_problem(value):
     x[3, 2] = value
     found = answer("float16", x, nn.LayerNorm(D))
     assert found.verdict == "problem"
-    assert found.sentence.startswith("tokens with NaN or infinity in norm, which no number includes; ")
+    assert found.sentence.startswith("NaN or infinity in tokens of norm, which are left out of all numbers; ")
 
 
 @pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
